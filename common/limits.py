@@ -1,0 +1,76 @@
+"""Every limit and timer of the system, unit in the name, reason beside it (design.md 3, 6; anchors.md C7)."""
+
+from __future__ import annotations
+
+# --- the wire ---------------------------------------------------------------------------------------------------
+ENVELOPE_BYTES_MAX = 4 * 1024 * 1024  # the fuse of one frame; prompts are bounded at 1 MiB, stream batches at 64 KiB
+STREAM_BATCH_BYTES_MAX = 64 * 1024  # keeps one batch below a socket buffer, so that control is never far behind
+STREAM_BATCH_MS = 20  # a person cannot see it, and it cuts the envelopes of a chatty worker by ten
+
+# --- link (common/link.py) --------------------------------------------------------------------------------------
+HELLO_RESEND_MS = 250  # a Hello may meet a broker that is not up yet
+LINK_PING_MS = 1000  # application ping: libzmq answers its own heartbeats even when the broker hangs
+LINK_SILENT_MS = 3000  # three pings without any frame: the connection is rebuilt
+LINK_REBUILD_MS_MIN = 250  # after a ZAP refusal libzmq never retries (anchors.md A5-3)
+LINK_REBUILD_MS_MAX = 5000
+LINK_DOWN_FAILS_SENDS_MS = 5000  # S1 6.11, 10.12: a send fails when the link has been down so long
+
+# --- sessions (common/session.py) -------------------------------------------------------------------------------
+SESSION_WINDOW_MESSAGES = 256  # measured: nothing lost behind a 3 s stall with this window (anchors.md A8)
+SESSION_WINDOW_BYTES = 1024 * 1024
+SESSION_QUEUE_MESSAGES_MAX = 4096  # beyond window and queue a send fails instead of growing without end
+SESSION_QUEUE_BYTES_MAX = 16 * 1024 * 1024
+RETRANSMIT_MS_MIN = 500
+RETRANSMIT_MS_MAX = 5000
+ACK_DELAY_MS = 20  # an answer usually carries the ack within this time
+ACK_EVERY_MESSAGES = 64  # a quarter of the window, so that a fast sender never stalls on a delayed ack
+UNROUTABLE_HOLD_MS = 5000  # a route may be on its way (design.md 3)
+
+# --- actors -----------------------------------------------------------------------------------------------------
+MAILBOX_MESSAGES_MAX = 10_000  # a core that falls so far behind is broken; the sender is told
+HANDLER_MS_MAX = 50  # S1 9.14: no core and no effect blocks the pump longer
+
+# --- services and the run ---------------------------------------------------------------------------------------
+SERVICE_READY_MS = 60_000
+SERVICE_RESTARTS_MAX = 3  # within SERVICE_RESTART_WINDOW_MS, then fatal
+SERVICE_RESTART_WINDOW_MS = 60_000
+OWNER_GONE_EXIT_MS = 15_000  # the orchestrator died: every service is gone within this
+CONFIG_RESEND_MS = 500
+PROVIDER_START_MS = 120_000
+READINESS_SILENCE_MS = 60_000
+ACK_RESEND_MS = 250  # S1 9.6; the original's figure
+ACK_LIMIT_MS = 60_000
+RUNTIME_READY_RESEND_MS_MIN = 100
+RUNTIME_READY_RESEND_MS_MAX = 2000
+STAGE_PROVISION_RESEND_MS = 1000
+STAGE_SILENCE_MS = 120_000  # weights: extended by each progress report
+LEASE_MS = 5000  # the orchestrator's main loop renews it; a hung loop does not
+LEASE_TTL_MS = 60_000
+WORKER_SILENT_MS_SERVING = 60_000  # design.md 6 row 22
+WORKER_SILENT_MS_STARTUP = 30_000
+DEAD_WORKER_FAULT_MS = 5000  # row 22: the active request is faulted after this
+STDERR_TAIL_LINES = 50
+
+# --- shutdown ---------------------------------------------------------------------------------------------------
+STAGE_STOPPED_MS = 2000
+PROCESS_STOP_GRACE_MS = 2000  # the `shutdown` line, then SIGKILL of the group
+RPC_CLOSED_MS = 1000
+FLUSH_MS = 1500
+SERVICE_STOP_MS = 1500
+LINGER_MS = 500  # 0 can abort the process (anchors.md A5-1), -1 hangs for ever
+
+# --- prompt RPC -------------------------------------------------------------------------------------------------
+PROMPT_LINE_BYTES_MAX = 1024 * 1024  # far above any context window here; a line that never ends must not fill memory
+PROMPT_QUEUE_LEN_MAX = 64
+CLIENT_BUFFER_BYTES_MAX = 1024 * 1024  # row 35: a slow client is cut off here
+RPC_CONNECTIONS_MAX = 256
+TEXT_DELTA_COALESCE_MS = 20
+PROMPT_CANCEL_MS = 10_000  # a cancelled prompt that does not settle makes the worker suspect
+
+# --- datastream -------------------------------------------------------------------------------------------------
+OBSERVE_RING_RECORDS_MAX = 4096  # held at a producer until the collector is there; then the oldest go, as a Gap
+COLLECTOR_RING_FRAMES_MAX = 16_384
+CHANNEL_NAME_BYTES_MAX = 256
+FRAME_PAYLOAD_BYTES_MAX = 1024 * 1024
+LOG_LINE_BYTES_MAX = 16 * 1024  # longer lines are split, never held in memory whole
+LAUNCH_FILE_BYTES_MAX = 64 * 1024

@@ -1,0 +1,208 @@
+"""Engine: what agent and engine say over their socketpair, u32 LE length then the message alone (design.md 4).
+
+Not on the bus: FROM is the agent for both directions, because the link is private to one worker.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from common.addresses import U32, U64, Role
+from common.codec import Message
+from common.messages.node_agent import ChatMessage, GgufSource, Sampling, TokenizerSource
+
+_AGENT = frozenset({Role.AGENT})
+
+
+class Initialize(Message, frozen=True, kw_only=True, tag=240):
+    """Agent → engine, first: answered by EngineReady or Fatal. device: tinygrad's DEV, "" for its default."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    device: str = ""
+    threads: U32 = 0
+
+
+class EngineReady(Message, frozen=True, kw_only=True, tag=241):
+    """Engine → agent: tinygrad is imported and the device opened."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    pid: U32
+    backend: str
+    elapsed_ms: U64
+
+
+class ConfigureRole(Message, frozen=True, kw_only=True, tag=242):
+    """Agent → engine: the stage. Answered by RoleConfigured or Fatal."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    run_id: U64
+    stage_index: U32
+    stage_count: U32
+    layer_start: U32
+    layer_end_exclusive: U32 | None = None
+
+
+class RoleConfigured(Message, frozen=True, kw_only=True, tag=243):
+    """Engine → agent."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class LoadWeights(Message, frozen=True, kw_only=True, tag=244):
+    """Agent → engine: load and warm up. Answered by Progress*, then WeightsLoaded or Fatal."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    model_id: str
+    gguf_source: GgufSource
+    tokenizer: TokenizerSource
+    max_context: U32 | None = None
+
+
+class Progress(Message, frozen=True, kw_only=True, tag=245):
+    """Engine → agent. phase: "tensors" (bytes) | "download" (bytes) | "warm_up" (steps) | "kernels"."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    phase: str
+    done: U64
+    total: U64
+
+
+class WeightsLoaded(Message, frozen=True, kw_only=True, tag=246):
+    """Engine → agent: ready to serve. weights_bytes, kv_bytes: memory held."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    weights_bytes: U64
+    kv_bytes: U64
+    layers: U32
+    max_context: U32
+    elapsed_ms: U64
+    eos_tokens: list[U32] = []
+
+
+class EngineInfer(Message, frozen=True, kw_only=True, tag=247):
+    """Agent → engine: generate. Answered by TokenDelta*, then one EngineDone or EngineFault."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    prompt: str
+    max_tokens: U32 = 0
+    messages: list[ChatMessage] = []
+    raw: bool = False
+    sampling: Sampling | None = None
+    stop: list[str] = []
+
+
+class TokenDelta(Message, frozen=True, kw_only=True, tag=248):
+    """Engine → agent: whole characters only."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    text: str
+    tokens: U32
+
+
+class EngineDone(Message, frozen=True, kw_only=True, tag=249):
+    """Engine → agent. finish_reason: "stop" | "length" | "context"."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    final_text: str
+    tokens_generated: U32
+    elapsed_ms: U64
+    prompt_tokens: U32
+    finish_reason: str
+
+
+class EngineFault(Message, frozen=True, kw_only=True, tag=250):
+    """Engine → agent: this request failed; the engine goes on."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    error: str
+
+
+class EngineEncode(Message, frozen=True, kw_only=True, tag=251):
+    """Agent → engine: answered by EngineEncoded or EngineFault."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    prompt: str
+    messages: list[ChatMessage] = []
+    raw: bool = False
+
+
+class EngineEncoded(Message, frozen=True, kw_only=True, tag=252):
+    """Engine → agent."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    tokens: list[U32]
+
+
+class EngineDecode(Message, frozen=True, kw_only=True, tag=253):
+    """Agent → engine: stateful per request_id; last flushes and forgets. Answered by EngineDecoded or EngineFault."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    tokens: list[U32]
+    last: bool = False
+
+
+class EngineDecoded(Message, frozen=True, kw_only=True, tag=254):
+    """Engine → agent."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    text: str
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag=255):
+    """Agent → engine: end the request within one step. Answered by Cancelled, after which nothing of it comes."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+
+
+class Cancelled(Message, frozen=True, kw_only=True, tag=256):
+    """Engine → agent. known: the request was running or queued."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    known: bool = True
+
+
+class ReleaseRun(Message, frozen=True, kw_only=True, tag=257):
+    """Agent → engine: free weights and caches. Answered by Released."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class Released(Message, frozen=True, kw_only=True, tag=258):
+    """Engine → agent."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class ResetRole(Message, frozen=True, kw_only=True, tag=259):
+    """Agent → engine: forget the stage. Answered by RoleReset."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class RoleReset(Message, frozen=True, kw_only=True, tag=260):
+    """Engine → agent."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class Shutdown(Message, frozen=True, kw_only=True, tag=261):
+    """Agent → engine: exit 0. EOF on the link means the same."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class Fatal(Message, frozen=True, kw_only=True, tag=262):
+    """Engine → agent: the engine cannot go on and exits 1; one sentence."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    error: str

@@ -1,0 +1,89 @@
+"""Serve: the orchestrator opens and closes the prompt RPC, the gateway reports (S1 4.10, 4.11; design.md 4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from common.addresses import SERVICES, U32, U64, ActorAddress, NodeKey, Role
+from common.codec import Message
+
+_ORCHESTRATOR = frozenset({Role.ORCHESTRATOR})
+_GATEWAY = frozenset({Role.GATEWAY})
+
+
+class OpenPromptRpc(Message, frozen=True, kw_only=True, tag=180):
+    """Orchestrator → gateway, only after weights are ready (S1 9.4). Answered by PromptRpcReady or PromptRpcFailed.
+
+    mode: "direct" | "pipeline"; encode_actor and decode_actor are the same node agent in direct mode. nodes: the
+    node keys that serve, so that the gateway sees their loss in the member view.
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    run_id: U64
+    node_id: U64
+    mode: str
+    encode_actor: ActorAddress
+    decode_actor: ActorAddress
+    nodes: list[NodeKey]
+    eos_tokens: list[U32] = []
+
+
+class PromptRpcReady(Message, frozen=True, kw_only=True, tag=181):
+    """Gateway → orchestrator: the listener is bound at `addr` (host:port)."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    addr: str
+
+
+class PromptRpcFailed(Message, frozen=True, kw_only=True, tag=182):
+    """Gateway → orchestrator: bind failed or the slice is unusable; a start-up failure (S1 10.9)."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    error: str
+
+
+class CloseRpc(Message, frozen=True, kw_only=True, tag=183):
+    """Orchestrator → gateway: no new work; active and queued prompts get their one terminal fault. Answered by RpcClosed.
+
+    reason: the sentence of those faults.
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    reason: str
+
+
+class RpcClosed(Message, frozen=True, kw_only=True, tag=184):
+    """Gateway → orchestrator: the listener and every connection are closed; settled: how many prompts were ended."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    settled: U32 = 0
+
+
+class ShutdownRequested(Message, frozen=True, kw_only=True, tag=185):
+    """Gateway → orchestrator: a client sent {"type":"shutdown"}. source: "rpc"."""
+
+    FROM: ClassVar[frozenset[Role]] = SERVICES
+    source: str
+
+
+class ServingFailed(Message, frozen=True, kw_only=True, tag=186):
+    """Gateway → orchestrator: the orchestration path of prompts broke (S1 10.10); the run ends with status 1."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    error: str
+
+
+class SuspendServing(Message, frozen=True, kw_only=True, tag=187):
+    """Orchestrator → gateway: a worker is Dead (row 22); fault the active request, dispatch nothing until ResumeServing.
+
+    error: the fault's sentence.
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    error: str
+
+
+class ResumeServing(Message, frozen=True, kw_only=True, tag=188):
+    """Orchestrator → gateway: the worker is Alive again."""
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
