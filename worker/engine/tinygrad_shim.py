@@ -1,0 +1,188 @@
+"""The one module that touches tinygrad (pinned to 0.13.0; reference/engine.md 8 says why).
+
+It prepares the environment before tinygrad is imported, chooses the C compiler, and offers the engine a small
+vocabulary: tensors, symbolic integers, kernels with explicit vector lanes, a captured step, and byte copies.
+
+The compiler is clang where it is on the PATH, else the clang inside the `ziglang` wheel. tinygrad's compile cache
+keys on the source text and says "native", not which CPU that is; so the cache file is our own, one per CPU model
+and compiler, and a home directory shared between machines cannot hand out illegal instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine.errors import EngineError
+
+LANES = 16  # rows of a weight tile: one AVX-512 register of float32, two of AVX2; tinygrad's upcast limit
+TOKEN_UPCAST = 4  # rows of the batch that share one pass over a weight tile
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def compiler_command() -> list[str]:
+    """The clang to call: from the PATH, else out of the ziglang wheel. Raises EngineError if there is neither."""
+    clang = shutil.which(os.environ.get("CC") or "clang")
+    if clang is not None and "clang" in Path(clang).name:
+        return [clang]
+    spec = importlib.util.find_spec("ziglang")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        zig = Path(folder) / "zig"
+        if os.access(zig, os.X_OK):
+            return [str(zig), "clang"]
+    raise EngineError("no C compiler: neither clang is on the PATH nor is the Python package ziglang installed")
+
+
+def _cpu_identity() -> str:
+    """What decides which instructions `-march=native` emits: the CPU's model and flags."""
+    lines = {platform.machine()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith(("model name", "flags", "Features", "CPU part")):
+                lines.add(line.strip())
+    return "\n".join(sorted(lines))
+
+
+def _cache_file(command: list[str]) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    compiler = Path(command[0])
+    with contextlib.suppress(OSError):
+        compiler = compiler.resolve()
+    stamp = f"{_cpu_identity()}\n{compiler}\n{compiler.stat().st_size}"
+    return Path(root) / "swactor-mq" / f"kernels-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.db"
+
+
+def _prepare_environment() -> list[str]:
+    """Set what tinygrad reads at import. DEV, CACHEDB and CACHELEVEL of the user are respected."""
+    os.environ.setdefault("DEV", "CPU")
+    if os.environ["DEV"].split(":")[0] != "CPU":
+        return []
+    command = compiler_command()
+    # Two threads per kernel need both cores to themselves; a worker shares them with the services.
+    os.environ.setdefault("THREADS", "0")
+    if "CACHEDB" not in os.environ:
+        cache = _cache_file(command)
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            os.environ["CACHEDB"] = str(cache)
+        except OSError:
+            os.environ["CACHELEVEL"] = "0"  # a read-only home: compile on every start
+    return command
+
+
+_command = _prepare_environment()
+
+from tinygrad import Device, Tensor, TinyJit, Variable, dtypes  # noqa: E402
+from tinygrad.codegen.opt import Opt, OptOps  # noqa: E402
+from tinygrad.runtime.support import compiler_cpu  # noqa: E402
+
+__all__ = ["LANES", "Array", "Step", "Symbol", "Tensor", "dtypes"]
+
+Symbol: TypeAlias = Any  # a tinygrad UOp: an integer known only when a step runs
+
+
+def _compile_to_object(self: Any, source: str) -> bytes:
+    """tinygrad's own flags with the chosen compiler; -g0 because debug sections have unknown relocations."""
+    command = [
+        *_command, "-c", "-x", "c", "-O2", "-g0", "-fPIC", "-ffreestanding", "-fno-math-errno", "-nostdlib",
+        "-fno-ident", f"--target={self.arch}-none-unknown-elf", *self.args, "-", "-o", "-",
+    ]  # fmt: skip
+    result = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
+    if result.returncode:
+        last = result.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {result.returncode}"]
+        raise EngineError(f"the C compiler {_command[0]} failed: {last[0]}")
+    return result.stdout
+
+
+if _command:
+    compiler_cpu.ClangJITCompiler.compile_to_obj = _compile_to_object
+
+
+def device_name() -> str:
+    """The tinygrad device in use, such as CPU or CUDA."""
+    return str(Device.DEFAULT)
+
+
+def is_cpu() -> bool:
+    return device_name().split(":")[0] == "CPU"
+
+
+def symbol(name: str, lowest: int, highest: int) -> Symbol:
+    """A symbolic integer; a step binds it to a value with `symbol.bind(value)`."""
+    return Variable(name, lowest, max(highest, lowest))
+
+
+def allocate(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """A device buffer with undefined content; memory becomes resident only where it is written."""
+    tensor = Tensor.empty(*shape, dtype=dtype).realize()
+    tensor.uop.buffer.ensure_allocated()
+    return tensor
+
+
+def upload(array: Array) -> Tensor:
+    """A device copy of a host array."""
+    return Tensor(np.ascontiguousarray(array)).realize()
+
+
+def write(tensor: Tensor, array: Array, element_offset: int = 0) -> None:
+    """Copy a contiguous host array of the tensor's dtype into its buffer, from `element_offset` on."""
+    buffer = tensor.uop.buffer
+    part = buffer.view(array.size, tensor.dtype, element_offset * tensor.dtype.itemsize).ensure_allocated()
+    part.copyin(array.reshape(-1).view(np.uint8).data)
+
+
+def read(tensor: Tensor, count: int) -> npt.NDArray[np.float32]:
+    """The first `count` float32 values of a realised tensor, as an own copy. Waits for the device."""
+    buffer = tensor.uop.buffer.view(count, dtypes.float32, 0).ensure_allocated()
+    return np.frombuffer(buffer.as_memoryview(), np.float32, count).copy()
+
+
+def tiled_kernel(value: Tensor, batch_axis: bool, tiles_axis: bool) -> Tensor:
+    """Make `value` (tiles, batch, LANES) one kernel whose innermost axis is LANES vector lanes.
+
+    tinygrad drops axes of size 1 before it numbers them, hence the two flags. Without the hint its heuristics
+    find no vectors in a matrix-vector product (reference/engine.md 2).
+    """
+    if not is_cpu():
+        return value.contiguous()
+    lane_axis = int(batch_axis) + int(tiles_axis)
+    hints = [Opt(OptOps.UPCAST, lane_axis, LANES)]
+    if batch_axis:
+        hints.append(Opt(OptOps.UPCAST, lane_axis - 1, TOKEN_UPCAST))
+    return value.contiguous(arg=tuple(hints))
+
+
+class Step:
+    """A function of symbolic integers that is captured once and replayed; it works on persistent tensors."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._jit = TinyJit(function)
+
+    def __call__(self, *bound: Symbol) -> Tensor:
+        result: Tensor = self._jit(*bound)
+        return result
+
+    @property
+    def captured(self) -> bool:
+        return self._jit.captured is not None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """tinygrad counts kernels globally; nothing here needs that, and DEBUG output must stay off stdout."""
+    from tinygrad.helpers import Context
+
+    with Context(DEBUG=0):
+        yield
