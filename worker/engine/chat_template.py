@@ -120,7 +120,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if obj.__name__ == "replace":
                 return _replace(owner, *args, **kwargs)
             if obj.__name__ == "join":
-                return _join(*args[:1], owner)
+                return _join(args[0] if args else (), owner)
         return super().call(context, obj, *args, **kwargs)
 
 

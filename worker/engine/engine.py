@@ -58,11 +58,13 @@ class Engine:
         path: str | Path,
         *,
         max_context: int | None = None,
-        part: Part | None = None,
+        part_of: Callable[[int], Part] | None = None,
         tokenizer_path: str | Path | None = None,
         progress: Progress = _ignore,
     ) -> Engine:
-        """Open, check and load; `progress(phase, done, total)` per tensor.
+        """Open, check and load; `progress("tensors", bytes done, bytes in all)` per tensor.
+
+        `part_of(block_count)` says which part to load; without it the whole model is.
 
         Raises GgufError, EngineError, or OSError where the file cannot be opened.
         """
@@ -74,7 +76,8 @@ class Engine:
                 tokenizer = EngineTokenizer.from_gguf(file)
             else:
                 tokenizer = EngineTokenizer.from_json(tokenizer_path, file)
-            model = LlamaPart(file, header, part or whole(header), context, progress)
+            part = whole(header) if part_of is None else part_of(header.block_count)
+            model = LlamaPart(file, header, part, context, progress)
         except BaseException:
             file.close()
             raise

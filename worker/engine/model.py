@@ -119,13 +119,17 @@ class LlamaPart:
     # -- loading -------------------------------------------------------------------------------------------
 
     def _load(self, progress: Progress) -> None:
+        """Dequantise into the stacked buffers; progress counts bytes of the file."""
         part, file = self.part, self._file
-        total = part.layers * 6 + (1 if part.with_head else 0)
+        prefixes = tuple(f"blk.{layer}." for layer in range(part.layer_start, part.layer_end_exclusive))
+        total = sum(info.nbytes for name, info in file.tensors.items() if name.startswith(prefixes))
+        head_name = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+        total += file.tensor(head_name).nbytes if part.with_head else 0
         done = 0
 
-        def loaded(amount: int = 1) -> None:
+        def loaded(*names: str) -> None:
             nonlocal done
-            done += amount
+            done += sum(file.tensors[name].nbytes for name in names)
             progress("tensors", done, total)
 
         for index, layer in enumerate(range(part.layer_start, part.layer_end_exclusive)):
@@ -136,23 +140,34 @@ class LlamaPart:
             width, ffn = self.header.embedding_length, self.header.feed_forward_length
             norms = np.stack([tensor("attn_norm", width), tensor("ffn_norm", width)])
             tg.write(self._norms, norms, index * norms.size)
-            loaded()
+            prefix = f"blk.{layer}."
+            loaded(f"{prefix}attn_norm.weight", f"{prefix}ffn_norm.weight")
             kv = [tensor(name, self._kv_rows, width) for name in ("attn_k", "attn_v")]
             self._qkv.put(index, np.concatenate([tensor("attn_q", self._q_rows, width), *kv]))
-            loaded()
+            loaded(*(f"{prefix}attn_{name}.weight" for name in "qkv"))
             self._out.put(index, tensor("attn_output", width, self._q_rows))
-            loaded()
+            loaded(f"{prefix}attn_output.weight")
             self._gate_up.put(index, np.concatenate([tensor("ffn_gate", ffn, width), tensor("ffn_up", ffn, width)]))
-            loaded(2)
+            loaded(f"{prefix}ffn_gate.weight", f"{prefix}ffn_up.weight")
             self._down.put(index, tensor("ffn_down", width, ffn))
-            loaded()
+            loaded(f"{prefix}ffn_down.weight")
         if self._head is not None and self._final_norm is not None:
             width = self.header.embedding_length
             tg.write(self._final_norm, self._checked("output_norm.weight", (width,)))
-            tied = "output.weight" not in file.tensors
-            name = "token_embd.weight" if tied else "output.weight"
-            self._head.put(0, self._checked(name, (self.header.vocab_size, width)))
-            loaded()
+            self._head.put(0, self._checked(head_name, (self.header.vocab_size, width)))
+            loaded(head_name)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes held by the matrices and norms of this part."""
+        matrices = (self._qkv, self._out, self._gate_up, self._down, self._head)
+        total = sum(matrix.tensor.nbytes() for matrix in matrices if matrix is not None)
+        return int(total + self._norms.nbytes())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved by the key-value cache; they become resident as the context fills."""
+        return int(self._cache.nbytes())
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> F32:
         found = self._file.tensor(name).shape
@@ -269,9 +284,9 @@ class LlamaPart:
             for _ in range(2):
                 step(self._layer.bind(0), self._start.bind(0))
                 done += 1
-                progress("kernels", done, total)
+                progress("warm_up", done, total)
         if self._head_step is not None:
             for _ in range(2):
                 self._head_step()
                 done += 1
-                progress("kernels", done, total)
+                progress("warm_up", done, total)

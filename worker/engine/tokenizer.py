@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,10 +65,11 @@ class Vocabulary:
 
 
 class EngineTokenizer:
-    """Text to ids and back for one model; stateless apart from a switch that one thread at a time may use."""
+    """Text to ids and back for one model; any thread may use it."""
 
     def __init__(self, backend: Tokenizer, vocabulary: Vocabulary) -> None:
         self._backend = backend
+        self._lock = threading.Lock()  # the library has one switch for special tokens, not one per call
         self.vocabulary = vocabulary
 
     @classmethod
@@ -136,8 +138,9 @@ class EngineTokenizer:
 
         BOS is put in front where the model asks for it and the text does not bring it along: never two of them.
         """
-        self._backend.encode_special_tokens = not parse_special
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         bos = self.vocabulary.bos_id
         if self.vocabulary.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
