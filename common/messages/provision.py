@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from common.addresses import U32, U64, ActorAddress, Role
+from common.addresses import U32, U64, ActorAddress, Role, RunNonce
 from common.codec import Message
 
 _ORCHESTRATOR = frozenset({Role.ORCHESTRATOR})
@@ -58,9 +58,10 @@ class ProviderPrepareFailed(Message, frozen=True, kw_only=True, tag=62):
 
 class StartNode(Message, frozen=True, kw_only=True, tag=63):
     """Orchestrator → provisioner: start this worker. Answered by NodeStarted or NodeFailed; a repeat of a known
-    (run, node_id) is answered again, not executed again."""
+    (run, node_id) is answered again, not executed again. run: the nonce that the worker's envelopes will carry."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    run: RunNonce
     spec: NodeProvisionSpec
     orchestrator: ActorAddress
 
