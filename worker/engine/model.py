@@ -1,8 +1,9 @@
-"""The llama model on plain tinygrad operations: embedding | blocks a..b | final norm and head (S1 7.4, 7.10).
+"""The llama model on the kernels of kernels.py: embedding | blocks a..b | final norm and head (S1 7.4, 7.10).
 
 Any contiguous part can be loaded, so a pipeline stage is the same code with fewer tensors. All blocks of a part
 share one captured step: their weights are stacked in one buffer per kind, and the block's number is a symbolic
-integer of the step. Capturing costs one block, whatever the number of blocks, and a step has no tensor inputs.
+integer of the step. Capturing costs one block, whatever the number of blocks, and a step has no tensor inputs:
+it works on persistent buffers.
 
 Shapes: T rows (1 when decoding, CHUNK when prefilling), D embedding, H query heads, K key-value heads, d head
 dimension, C cache positions. Rows, norms and softmax are float32; weights and cache are float16.
@@ -10,7 +11,6 @@ dimension, C cache positions. Rows, norms and softmax are float32; weights and c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +21,19 @@ from common.gguf import GgufFile, ModelHeader
 from common.gguf_quants import dequantise, dequantise_rows
 from worker.engine import tinygrad_shim as tg
 from worker.engine.errors import EngineError
+from worker.engine.kernels import (
+    GatedProduct,
+    Keys,
+    Mix,
+    NormApply,
+    NormScale,
+    Product,
+    Queries,
+    ScoreExp,
+    ScoreMax,
+    Scores,
+    Values,
+)
 from worker.engine.tinygrad_shim import LANES, Step, Symbol, Tensor, dtypes
 
 CHUNK = 32  # rows of a prefill step; 32 to 64 is right on a CPU (reference/engine.md 4)
@@ -60,7 +73,7 @@ def _round_up(value: int, step: int) -> int:
 
 
 class TiledMatrices:
-    """The same matrix of every block, as float16 tiles [blocks][rows/16][columns][16 rows], rows zero-padded."""
+    """The same matrix of every block, as float16 tiles [blocks][rows / LANES][columns][LANES], rows zero-padded."""
 
     def __init__(self, blocks: int, rows: int, columns: int) -> None:
         self.rows, self.columns = rows, columns
@@ -74,18 +87,29 @@ class TiledMatrices:
         tiled = np.ascontiguousarray(padded.reshape(self.tiles, LANES, self.columns).transpose(0, 2, 1))
         tg.write(self.tensor, tiled, block * tiled.size)
 
-    def apply(self, block: Symbol | int, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x (T, columns) times the block's matrix transposed, (T, rows), plus `residual`; one kernel."""
-        count = int(x.shape[0])
-        weights = self.tensor[block].reshape(self.tiles, 1, self.columns, LANES).cast(dtypes.float32)
-        product = (weights * x.reshape(1, count, self.columns, 1)).sum(2)
-        if residual is not None and self.tiles * LANES == self.rows:
-            product = product + residual.reshape(count, self.tiles, LANES).permute(1, 0, 2)
-        product = tg.tiled_kernel(product, batch_axis=count > 1, tiles_axis=self.tiles > 1)
-        result = product.permute(1, 0, 2).reshape(count, self.tiles * LANES)[:, : self.rows]
-        if residual is not None and self.tiles * LANES != self.rows:
-            result = result + residual
-        return result
+    def product(self, rows: int, layer: Symbol | int, name: str) -> Product:
+        return Product(rows, self.tiles, self.columns, layer, name)
+
+
+class Workspace:
+    """The buffers between the kernels of a step of T rows; one step runs at a time, so all blocks share them."""
+
+    def __init__(self, rows: int, header: ModelHeader, positions: int) -> None:
+        h = header
+        width, heads = h.embedding_length, h.head_count
+
+        def buffer(*shape: int) -> Tensor:
+            return tg.allocate(shape, dtypes.float32)
+
+        self.state, self.middle = buffer(rows, width), buffer(rows, width)
+        self.scales = [buffer(rows), buffer(rows)]
+        self.normed = [buffer(rows, width), buffer(rows, width)]
+        self.qkv = buffer(rows, (heads + 2 * h.head_count_kv) * h.head_dim)
+        self.queries = buffer(heads, rows, h.head_dim)
+        self.scores, self.weights = buffer(heads, rows, positions), buffer(heads, rows, positions)
+        self.score_max = buffer(heads, rows)
+        self.mixed = buffer(rows, heads * h.head_dim)
+        self.hidden = buffer(rows, h.feed_forward_length)
 
 
 class LlamaPart:
@@ -98,23 +122,38 @@ class LlamaPart:
         h = header
         count, width, ffn = part.layers, h.embedding_length, h.feed_forward_length
         self._q_rows, self._kv_rows = h.head_count * h.head_dim, h.head_count_kv * h.head_dim
+        self._check_dimensions()
         self._qkv = TiledMatrices(count, self._q_rows + 2 * self._kv_rows, width)
         self._out = TiledMatrices(count, width, self._q_rows)
-        self._gate_up = TiledMatrices(count, 2 * ffn, width)
+        self._gate, self._up = TiledMatrices(count, ffn, width), TiledMatrices(count, ffn, width)
         self._down = TiledMatrices(count, width, ffn)
         self._norms = tg.allocate((count, 2, width), dtypes.float32)
         # A padded last chunk writes up to CHUNK - 1 rows behind the last real position.
-        self._positions = max_context + CHUNK
-        self._cache = tg.allocate((count, 2, h.head_count_kv, self._positions, h.head_dim), dtypes.float16)
+        self._positions = _round_up(max_context + CHUNK, LANES)
+        self._keys = tg.allocate((count, h.head_count_kv, self._positions // LANES, h.head_dim, LANES), dtypes.float16)
+        self._values = tg.allocate((count, h.head_count_kv, self._positions, h.head_dim), dtypes.float16)
         self._head = TiledMatrices(1, h.vocab_size, width) if part.with_head else None
-        self._final_norm = tg.allocate((width,), dtypes.float32) if part.with_head else None
+        self._final_norm = tg.allocate((1, 1, width), dtypes.float32) if part.with_head else None
         self._load(progress)
         self._rope = tg.upload(self._rope_table())
-        self._rows = {rows: tg.allocate((rows, width), dtypes.float32) for rows in (1, CHUNK)}
+        self._spaces = {rows: Workspace(rows, h, self._positions) for rows in (1, CHUNK)}
         self._layer = tg.symbol("layer", 0, count - 1)
         self._start = tg.symbol("start", 0, max_context)
         self._steps = {rows: Step(self._block_function(rows)) for rows in (1, CHUNK)}
+        self._logits = tg.allocate((1, self._head.tiles * LANES), dtypes.float32) if self._head is not None else None
         self._head_step = Step(self._head_function) if part.with_head else None
+
+    def _check_dimensions(self) -> None:
+        """Rows of the inner matrices fill whole tiles; every quantised model's do."""
+        h = self.header
+        for name, value in (
+            ("embedding_length", h.embedding_length),
+            ("feed_forward_length", h.feed_forward_length),
+            ("query width", self._q_rows),
+            ("key-value width", self._kv_rows),
+        ):
+            if value % LANES:
+                raise EngineError(f"{self._file.path}: {name} is {value}, which is not a multiple of {LANES}")
 
     # -- loading -------------------------------------------------------------------------------------------
 
@@ -147,7 +186,8 @@ class LlamaPart:
             loaded(*(f"{prefix}attn_{name}.weight" for name in "qkv"))
             self._out.put(index, tensor("attn_output", width, self._q_rows))
             loaded(f"{prefix}attn_output.weight")
-            self._gate_up.put(index, np.concatenate([tensor("ffn_gate", ffn, width), tensor("ffn_up", ffn, width)]))
+            self._gate.put(index, tensor("ffn_gate", ffn, width))
+            self._up.put(index, tensor("ffn_up", ffn, width))
             loaded(f"{prefix}ffn_gate.weight", f"{prefix}ffn_up.weight")
             self._down.put(index, tensor("ffn_down", width, ffn))
             loaded(f"{prefix}ffn_down.weight")
@@ -160,14 +200,14 @@ class LlamaPart:
     @property
     def weights_bytes(self) -> int:
         """Bytes held by the matrices and norms of this part."""
-        matrices = (self._qkv, self._out, self._gate_up, self._down, self._head)
+        matrices = (self._qkv, self._out, self._gate, self._up, self._down, self._head)
         total = sum(matrix.tensor.nbytes() for matrix in matrices if matrix is not None)
         return int(total + self._norms.nbytes())
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved by the key-value cache; they become resident as the context fills."""
-        return int(self._cache.nbytes())
+        return int(self._keys.nbytes() + self._values.nbytes())
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> F32:
         found = self._file.tensor(name).shape
@@ -193,56 +233,49 @@ class LlamaPart:
 
     # -- the captured steps --------------------------------------------------------------------------------
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + self.header.rms_eps).rsqrt().contiguous()
-        return (x * scale * weight).contiguous()
+    def _norm(self, space: Workspace, which: int, x: Tensor, weights: Tensor, bound: list[Symbol]) -> Tensor:
+        rows, width = int(x.shape[0]), self.header.embedding_length
+        scale = tg.launch(NormScale(rows, width, self.header.rms_eps), space.scales[which], x)
+        layer, row = (self._layer, which) if bound else (0, 0)
+        return tg.launch(NormApply(rows, width, layer, row), space.normed[which], x, scale, weights, bound=bound)
 
-    def _rotate(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (T, heads, d), table (T, 2, d): each pair of neighbours turned by its position's angle."""
-        swapped = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).reshape(*x.shape)
-        return x * table[:, 0:1, :] + swapped * table[:, 1:2, :]
-
-    def _attention(self, qkv: Tensor, layer: Symbol, start: Symbol) -> Tensor:
-        """Write the rows' keys and values at `start`, attend to everything up to each row. (T, H * d)"""
-        h, rows = self.header, int(qkv.shape[0])
-        groups = h.head_count // h.head_count_kv
-        table = self._rope[start : start + rows]
-        q = self._rotate(qkv[:, : self._q_rows].reshape(rows, h.head_count, h.head_dim), table)
-        k = self._rotate(
-            qkv[:, self._q_rows : self._q_rows + self._kv_rows].reshape(rows, h.head_count_kv, h.head_dim), table
-        )
-        v = qkv[:, self._q_rows + self._kv_rows :].reshape(rows, h.head_count_kv, h.head_dim)
-        fresh = Tensor.stack(k, v).permute(0, 2, 1, 3).cast(dtypes.float16)
-        target = self._cache[layer, :, :, start : start + rows, :]
-        target.assign(fresh).realize()
-        seen = self._cache[layer, :, :, 0 : start + rows, :]
-        keys, values = seen[0].unsqueeze(1), seen[1].unsqueeze(1)
-        q = (q * (1.0 / math.sqrt(h.head_dim))).permute(1, 0, 2).reshape(h.head_count_kv, groups, rows, h.head_dim)
-        scores = q.contiguous() @ keys.cast(dtypes.float32).transpose(-1, -2)
-        if rows > 1:
-            mask = Tensor.full((1, 1, rows, start + rows), float("-inf"), buffer=False).triu(start + 1)
-            scores = scores + mask
-        weights = scores.contiguous().softmax(-1)
-        mixed = weights @ values.cast(dtypes.float32)
-        return mixed.permute(2, 0, 1, 3).reshape(rows, self._q_rows).contiguous()
+    def _attention(self, space: Workspace, qkv: Tensor, bound: list[Symbol]) -> Tensor:
+        """Write the rows' keys and values, attend to everything up to each row. (T, H * d)"""
+        h = self.header
+        shared = (int(qkv.shape[0]), h.head_count, h.head_count_kv, h.head_dim, self._layer, self._start)
+        queries = tg.launch(Queries(*shared), space.queries, qkv, self._rope, bound=bound[1:])
+        keys = tg.launch(Keys(*shared), self._keys, qkv, self._rope, bound=bound)
+        values = tg.launch(Values(*shared), self._values, qkv, bound=bound)
+        scores = tg.launch(Scores(*shared), space.scores, queries, keys, bound=bound)
+        highest = tg.launch(ScoreMax(*shared), space.score_max, scores, bound=bound[1:])
+        weights = tg.launch(ScoreExp(*shared), space.weights, scores, highest, bound=bound[1:])
+        return tg.launch(Mix(*shared), space.mixed, weights, values, bound=bound)
 
     def _block_function(self, rows: int) -> Callable[[Symbol, Symbol], Tensor]:
-        state = self._rows[rows]
+        space, layer = self._spaces[rows], self._layer
+        qkv_product = self._qkv.product(rows, layer, "qkv")
+        out_product = self._out.product(rows, layer, "attention_out")
+        down_product = self._down.product(rows, layer, "ffn_down")
+        gated = GatedProduct(rows, self._gate.tiles, self._gate.columns, layer, "ffn_gate_up")
 
-        def block(layer: Symbol, start: Symbol) -> Tensor:
-            norms = self._norms[layer]
-            qkv = self._qkv.apply(layer, self._norm(state, norms[0]))
-            middle = self._out.apply(layer, self._attention(qkv, layer, start), state)
-            both = self._gate_up.apply(layer, self._norm(middle, norms[1]))
-            ffn = self.header.feed_forward_length
-            hidden = (both[:, :ffn].silu() * both[:, ffn:]).contiguous()
-            return state.assign(self._down.apply(layer, hidden, middle)).realize()
+        def block(bound_layer: Symbol, bound_start: Symbol) -> Tensor:
+            bound, of_layer = [bound_layer, bound_start], [bound_layer]
+            normed = self._norm(space, 0, space.state, self._norms, of_layer)
+            qkv = tg.launch(qkv_product, space.qkv, self._qkv.tensor, normed, bound=of_layer)
+            mixed = self._attention(space, qkv, bound)
+            middle = tg.launch(out_product, space.middle, self._out.tensor, mixed, space.state, bound=of_layer)
+            normed = self._norm(space, 1, middle, self._norms, of_layer)
+            hidden = tg.launch(gated, space.hidden, self._gate.tensor, self._up.tensor, normed, bound=of_layer)
+            result = tg.launch(down_product, space.state, self._down.tensor, hidden, middle, bound=of_layer)
+            return result.realize()
 
         return block
 
     def _head_function(self) -> Tensor:
-        assert self._head is not None and self._final_norm is not None
-        return self._head.apply(0, self._norm(self._rows[1], self._final_norm)).contiguous().realize()
+        assert self._head is not None and self._final_norm is not None and self._logits is not None
+        space = self._spaces[1]
+        normed = self._norm(space, 0, space.state, self._final_norm, [])
+        return tg.launch(self._head.product(1, 0, "head"), self._logits, self._head.tensor, normed).realize()
 
     # -- running -------------------------------------------------------------------------------------------
 
@@ -258,20 +291,20 @@ class LlamaPart:
             raise EngineError(f"{count} rows at position {start} do not fit the context of {self.max_context}")
         if count < size:
             rows = np.concatenate([rows, np.zeros((size - count, width), np.float32)])
-        tg.write(self._rows[size], np.ascontiguousarray(rows, np.float32))
+        tg.write(self._spaces[size].state, np.ascontiguousarray(rows, np.float32))
         step = self._steps[size]
         bound = self._start.bind(start)
         for index in range(self.part.layers):
             step(self._layer.bind(index), bound)
             if tick is not None:
                 tick()
-        return tg.read(self._rows[size], count * width).reshape(count, width)
+        return tg.read(self._spaces[size].state, count * width).reshape(count, width)
 
     def run_head(self, row: F32) -> F32:
         """Logits (vocabulary,) of one row (D,)."""
         if self._head_step is None:
             raise EngineError("this stage has no head")
-        tg.write(self._rows[1], np.ascontiguousarray(row, np.float32))
+        tg.write(self._spaces[1].state, np.ascontiguousarray(row, np.float32))
         return tg.read(self._head_step(), self.header.vocab_size)
 
     def warm_up(self, progress: Progress) -> None:
@@ -280,7 +313,7 @@ class LlamaPart:
         total = 2 * len(self._steps) + (2 if self._head_step is not None else 0)
         done = 0
         for size, step in self._steps.items():
-            tg.write(self._rows[size], np.zeros((size, width), np.float32))
+            tg.write(self._spaces[size].state, np.zeros((size, width), np.float32))
             for _ in range(2):
                 step(self._layer.bind(0), self._start.bind(0))
                 done += 1

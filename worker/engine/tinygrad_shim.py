@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,12 +85,13 @@ def _prepare_environment() -> list[str]:
 _command = _prepare_environment()
 
 from tinygrad import Device, Tensor, TinyJit, Variable, dtypes  # noqa: E402
-from tinygrad.codegen.opt import Opt, OptOps  # noqa: E402
 from tinygrad.runtime.support import compiler_cpu  # noqa: E402
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
 
-__all__ = ["LANES", "Array", "Step", "Symbol", "Tensor", "dtypes"]
+__all__ = ["LANES", "Array", "Expr", "Step", "Symbol", "Tensor", "dtypes"]
 
 Symbol: TypeAlias = Any  # a tinygrad UOp: an integer known only when a step runs
+Expr: TypeAlias = Any  # a tinygrad UOp inside a kernel
 
 
 def _compile_to_object(self: Any, source: str) -> bytes:
@@ -149,19 +150,58 @@ def read(tensor: Tensor, count: int) -> npt.NDArray[np.float32]:
     return np.frombuffer(buffer.as_memoryview(), np.float32, count).copy()
 
 
-def tiled_kernel(value: Tensor, batch_axis: bool, tiles_axis: bool) -> Tensor:
-    """Make `value` (tiles, batch, LANES) one kernel whose innermost axis is LANES vector lanes.
+# -- kernels -------------------------------------------------------------------------------------------------
 
-    tinygrad drops axes of size 1 before it numbers them, hence the two flags. Without the hint its heuristics
-    find no vectors in a matrix-vector product (reference/engine.md 2).
+
+def loop(count: Expr, number: int) -> Expr:
+    """A loop of a kernel; loops nest in the order of their numbers."""
+    return UOp.range(count, number, AxisType.LOOP)
+
+
+def reduction(count: Expr, number: int) -> Expr:
+    """The loop that `total` or `largest` runs over."""
+    return UOp.range(count, number, AxisType.REDUCE)
+
+
+def total(value: Expr, over: Expr) -> Expr:
+    return value.reduce(over, arg=Ops.ADD)
+
+
+def largest(value: Expr, over: Expr) -> Expr:
+    return value.reduce(over, arg=Ops.MAX)
+
+
+def as_float(value: Expr) -> Expr:
+    return value.cast(dtypes.float32)
+
+
+def choose(condition: Expr, value: Expr, other: float) -> Expr:
+    return condition.where(value, value.const_like(other))
+
+
+def lanes(count: int, number: int) -> Expr:
+    """A loop whose turns are computed side by side: a vector, or neighbours that share what they load."""
+    return UOp.range(count, number, AxisType.UPCAST)
+
+
+def finish(name: str, store: Expr, loops: Sequence[Expr], explicit: bool = True) -> Expr:
+    """Close a kernel. `explicit` kernels run as they are written; the others are left to tinygrad's heuristics.
+
+    Its heuristics find no vectors in a matrix-vector product on a CPU (reference/engine.md 2).
     """
-    if not is_cpu():
-        return value.contiguous()
-    lane_axis = int(batch_axis) + int(tiles_axis)
-    hints = [Opt(OptOps.UPCAST, lane_axis, LANES)]
-    if batch_axis:
-        hints.append(Opt(OptOps.UPCAST, lane_axis - 1, TOKEN_UPCAST))
-    return value.contiguous(arg=tuple(hints))
+    hints = () if explicit else None
+    return store.end(*loops).sink(arg=KernelInfo(name=name, opts_to_apply=hints))
+
+
+def launch(kernel: Callable[..., Expr], target: Tensor, *inputs: Tensor, bound: Sequence[Symbol] = ()) -> Tensor:
+    """Run `kernel(target, *inputs)` on buffers; returns the target as it is afterwards.
+
+    The order of launches is that of data: pass the returned tensor on. `bound` are the bound symbols that the
+    kernel uses unbound.
+    """
+    buffers = [target.uop, *(tensor.uop for tensor in inputs)]
+    places = [UOp.placeholder_like(buffer, slot=index) for index, buffer in enumerate(buffers)]
+    return Tensor(target.uop.after(kernel(*places).call(*buffers, *bound)))
 
 
 class Step:
@@ -173,16 +213,3 @@ class Step:
     def __call__(self, *bound: Symbol) -> Tensor:
         result: Tensor = self._jit(*bound)
         return result
-
-    @property
-    def captured(self) -> bool:
-        return self._jit.captured is not None
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """tinygrad counts kernels globally; nothing here needs that, and DEBUG output must stay off stdout."""
-    from tinygrad.helpers import Context
-
-    with Context(DEBUG=0):
-        yield
