@@ -37,7 +37,10 @@ class MemberUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NameUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the name registry: last writer wins by (timestamp_ms, generation, node)."""
+    """One entry of the name registry: last writer wins by (timestamp_ms, generation, node).
+
+    boot: the incarnation of `node` that hosts the address (0: unknown); the name is buried when that incarnation ends.
+    """
 
     name: str
     address: ActorAddress
@@ -45,12 +48,14 @@ class NameUpdate(msgspec.Struct, frozen=True, kw_only=True):
     timestamp_ms: U64
     generation: U64
     tombstone: bool = False
+    boot: U64 = 0
 
 
 class SwimPing(Message, frozen=True, kw_only=True, tag=200):
     """Member → member each probe interval; answered by SwimAck. target guards against a changed incarnation."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     sequence: U64
     sender: MemberUpdate
     target: MemberId
@@ -62,6 +67,7 @@ class SwimAck(Message, frozen=True, kw_only=True, tag=201):
     """Member → the sender of SwimPing, or a helper → the asker. target: who is alive."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     sequence: U64
     target: MemberId
     incarnation: U64
@@ -73,6 +79,7 @@ class SwimPingReq(Message, frozen=True, kw_only=True, tag=202):
     """Member → helper: ping `target` for me. Answered by SwimAck, or SwimNack at 0.8 of the probe timeout."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     sequence: U64
     sender: MemberUpdate
     target: MemberUpdate
@@ -83,6 +90,7 @@ class SwimNack(Message, frozen=True, kw_only=True, tag=203):
     """Helper → asker: I am well, but the target has not answered yet (Lifeguard)."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     sequence: U64
 
 
@@ -90,6 +98,7 @@ class SwimGossip(Message, frozen=True, kw_only=True, tag=204):
     """Member → member between probes: rumours with budget left. Never answered."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     updates: list[MemberUpdate] = []
     names: list[NameUpdate] = []
 
@@ -98,6 +107,7 @@ class SwimPushPull(Message, frozen=True, kw_only=True, tag=205):
     """Member → member every 30 s and at join: the whole table. Answered by SwimPushPull with reply=True."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
+    DATAGRAM: ClassVar[bool] = True
     sender: MemberUpdate
     updates: list[MemberUpdate]
     names: list[NameUpdate] = []
