@@ -1,0 +1,15 @@
+"""How prompts are executed: one file per mode of OpenPromptRpc, entered in `MODES` (S1 6.9; pipeline: S1 6.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.messages.serve import OpenPromptRpc
+from services.prompt_gateway.records import Records
+from services.prompt_gateway.runtimes.base import PromptRuntime
+from services.prompt_gateway.runtimes.direct import DirectPromptRuntime
+
+MODES: dict[str, Callable[[OpenPromptRpc, bytes, Records], PromptRuntime]] = {"direct": DirectPromptRuntime}
+"""mode → runtime(run, reply_to, records): the serving actors of the run and the gateway's prompt reply inbox."""
+
+__all__ = ["MODES", "DirectPromptRuntime", "PromptRuntime"]
