@@ -25,14 +25,15 @@ RENDER_LIMIT_S = 2.0  # a real template takes about a millisecond
 OUTPUT_CHARS_MAX = 4_000_000  # far beyond any context window
 STRING_CHARS_MAX = 4_000_000  # of a value that an operator or a method builds
 TEMPLATE_CHARS_MAX = 1_000_000
+VALUE_NODES_MAX = 100_000  # of a list or map that is turned into text: shared parts can make it exponential
 _POWER_BITS_MAX = 4096
 # Methods and filters whose result is as wide as an argument says.
 _WIDE_METHODS = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "to_bytes"}
 )
-_DROPPED_FILTERS = (
-    "center", "format", "wordwrap", "urlize", "pprint", "random", "filesizeformat", "xmlattr", "indent",
-)  # fmt: skip
+_DROPPED_FILTERS = frozenset(
+    {"batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "sum", "urlize", "wordwrap", "xmlattr"}
+)
 
 
 class _LimitError(Exception):
@@ -48,8 +49,40 @@ def _check_size(size: int) -> None:
         raise _LimitError(f"it builds a value of more than {STRING_CHARS_MAX} characters")
 
 
+def _bounded(value: Any) -> Any:
+    """The value itself, if its text is of a reasonable size; used before anything becomes text."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    pending, nodes, size = [value], 0, 0
+    while pending:
+        item = pending.pop()
+        nodes += 1
+        if nodes > VALUE_NODES_MAX:
+            raise _LimitError(f"it writes a value of more than {VALUE_NODES_MAX} parts")
+        if isinstance(item, str | bytes):
+            size += len(item)
+            _check_size(size)
+        elif isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending += item
+    return value
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """jinja's way to put captured output together ({% set %} blocks, macros)."""
+    kept = list(parts)
+    _check_size(sum(map(len, kept)))
+    return "".join(kept)
+
+
+def _string_join(values: Iterable[Any]) -> str:
+    """The operator ~."""
+    return _concat(str(_bounded(value)) for value in values)
+
+
 def _replace(text: str, old: str, new: str, count: int | None = None) -> str:
-    text, old, new = str(text), str(old), str(new)
+    text, old, new = str(_bounded(text)), str(_bounded(old)), str(_bounded(new))
     pieces = text.count(old) if count is None or count < 0 else min(text.count(old), count)
     _check_size(len(text) + pieces * len(new))
     return text.replace(old, new, -1 if count is None else count)
@@ -60,7 +93,7 @@ def _join(items: Iterable[Any], separator: str = "", attribute: str | None = Non
     for item in items:
         if attribute is not None:
             item = item[attribute] if isinstance(item, Mapping) else ""
-        parts.append(str(item))
+        parts.append(str(_bounded(item)))
         total += len(parts[-1]) + len(separator)
         _check_size(total)
     return str(separator).join(parts)
@@ -76,7 +109,7 @@ def _indent(text: str, width: int = 4, first: bool = False) -> str:
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_options: Any) -> str:
     if indent is not None and not 0 <= indent <= 64:
         raise _LimitError("it indents by more than 64 columns")
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, default=str)
+    return json.dumps(_bounded(value), indent=indent, ensure_ascii=ensure_ascii, default=str)
 
 
 def _raise_exception(message: object = "") -> None:
@@ -92,6 +125,7 @@ def _strftime_now(pattern: str) -> str:
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox with the limits on operators and methods."""
 
+    concat = staticmethod(_concat)
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -108,6 +142,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
             _check_size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """str.format is not offered, because a width in it makes strings of any size."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str | bytes | int) and attr in _WIDE_METHODS:
@@ -131,17 +168,24 @@ class ChatTemplate:
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"the chat template has more than {TEMPLATE_CHARS_MAX} characters")
         environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], cache_size=0
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+            cache_size=0,
+            finalize=_bounded,
         )
         for name in _DROPPED_FILTERS:
             environment.filters.pop(name, None)
         environment.filters.update(replace=_replace, join=_join, indent=_indent, tojson=_to_json)
+        environment.filters["string"] = lambda value: str(_bounded(value))
         environment.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, bos_token=bos, eos_token=eos, tools=None
         )
         environment.globals.pop("lipsum", None)
         try:
             self._template = environment.from_string(source)
+            # The compiled module took the operator ~ from jinja2.runtime; this one counts.
+            self._template.root_render_func.__globals__["str_join"] = _string_join
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError, OverflowError) as error:
