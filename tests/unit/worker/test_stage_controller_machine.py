@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from common.codec import Message
 from common.messages.node_agent import (
@@ -152,5 +152,6 @@ class Stage(RuleBasedStateMachine):
             assert unreleased == 1
 
 
-Stage.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
-TestStage = pytest.mark.spec("S1 6.5")(Stage.TestCase)
+@pytest.mark.spec("S1 6.5")
+def test_random_events_keep_every_rule() -> None:
+    run_state_machine_as_test(Stage, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
