@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from common import config_rules as rules
 from common.config_args import Arguments, parse
 from common.config_environment import API_KEY, HF_TOKEN, refuse_settings, secret
-from common.config_errors import ConfigError, Information, show
+from common.config_errors import ConfigError, Information, hiding, show
 from common.config_model import Config, ProviderKind, RuntimeConfigProfile, Secret, SocketAddr, digest_source
 from common.config_paths import Origin, absolute, file_problem
 from common.config_schema import POSITIVE_U32, U32_MAX, Layer, Settings, explain, merge, toml_keys
-from common.redact import Redactor
 
 __all__ = [
     "Config",
@@ -44,15 +43,14 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, *, execu
     argv: without the program name; executable: the program that runs now, unresolved. Raises ConfigError with one
     sentence, Information for --help and --version.
     """
-    known = [value for name in (API_KEY, HF_TOKEN) if (value := secret(environ, name))]
-    try:
-        return _resolve(argv, environ, cwd, executable, known)
-    except ConfigError as error:
-        # Each sentence is made without secrets; this is for a secret that was written into the wrong place.
-        raise ConfigError(Redactor(known).redact(str(error))) from None
+    from_environment = tuple(value for name in (API_KEY, HF_TOKEN) if (value := secret(environ, name)))
+    with hiding(from_environment):
+        return _resolve(argv, environ, cwd, executable, from_environment)
 
 
-def _resolve(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, executable: Path, known: list[str]) -> Config:
+def _resolve(
+    argv: Sequence[str], environ: Mapping[str, str], cwd: Path, executable: Path, from_environment: tuple[str, ...]
+) -> Config:
     arguments = parse(argv, toml_keys())
     refuse_settings(environ)
     home = environ.get("HOME", "")
@@ -63,9 +61,9 @@ def _resolve(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, executa
         given["vastai", "api_key"] = f"variable {API_KEY}"
     secrets: Layer = {} if api_key is None else {"vastai": {"api_key": api_key}}
     settings = _load(path, label, layer, secrets, given)
-    if settings.vastai.api_key is not None:
-        known.append(settings.vastai.api_key.get_secret_value().strip())
-    return _build(Origin(settings, label, given, cwd, home), arguments, environ, executable, path)
+    final_key = settings.vastai.api_key
+    with hiding(() if final_key is None else (final_key.get_secret_value().strip(), *from_environment)):
+        return _build(Origin(settings, label, given, cwd, home), arguments, environ, executable, path)
 
 
 def _config_file(arguments: Arguments, cwd: Path, home: str) -> tuple[Path | None, Path]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
+from common.redact import Redactor
+
 _SHOWN_CHARS_MAX = 80
 _USER_INFO = re.compile(r"//[^/@\s]*@")
+_redactor: ContextVar[Redactor | None] = ContextVar("config_redactor", default=None)
 
 
 class ConfigError(Exception):
@@ -41,12 +46,31 @@ def listed(names: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(head)} {last} {tail}" if head else tail
 
 
+@contextmanager
+def hiding(secrets: Iterable[str]) -> Iterator[None]:
+    """Within this block no value shown and no ConfigError raised holds one of these secrets.
+
+    The sentences never show the value of a secret key; this is for a secret that was written into the wrong place.
+    """
+    redactor = Redactor(secrets)
+    reset = _redactor.set(redactor)
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(redactor.redact(str(error))) from None
+    finally:
+        _redactor.reset(reset)
+
+
 def show(value: Any) -> str:
-    """A bad value as the user wrote it, on one line, shortened; never call it with a secret.
+    """A bad value as the user wrote it, on one line, shortened; never call it with the value of a secret key.
 
     Credentials inside an address (`//user:password@host`) are cut out: they may stand in any string.
     """
     text = json.dumps(value, ensure_ascii=False, default=str)
+    # Before it is shortened: half a secret would not be recognised any more.
+    if redactor := _redactor.get():
+        text = redactor.redact(text)
     text = _USER_INFO.sub("//...@", text)
     text = "".join(char if char.isprintable() else "?" for char in text)
     return text if len(text) <= _SHOWN_CHARS_MAX else text[: _SHOWN_CHARS_MAX - 3] + "..."
