@@ -24,7 +24,7 @@ from common.swim.clock import ProtocolClock
 from common.swim.config import MEMBERS_MAX, NAMES_MAX, SwimConfig
 from common.swim.judge import Judge
 from common.swim.local import Local
-from common.swim.outputs import Output, Transition
+from common.swim.outputs import Output, Transition, Updated
 from common.swim.prober import Prober
 from common.swim.spreader import Seed, Spreader
 from common.swim.table import ALIVE, LIVE, SUSPECT, UNKNOWN, Member, admissible, metadata_fits
@@ -181,6 +181,7 @@ class SwimCore:
         own = self._local.own
         self._local.own = msgspec.structs.replace(own, metadata=metadata, incarnation=own.incarnation + 1)
         self._local.spread(self._local.own)
+        self._local.out.append(Updated(self._local.own))
         return self._take()
 
     def register_name(

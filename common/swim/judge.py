@@ -121,6 +121,7 @@ class Judge:
             local.own = msgspec.structs.replace(local.own, incarnation=update.incarnation + 1)
             local.awareness.apply(1)
             local.spread(local.own)
+            local.out.append(Updated(local.own))
 
     # --- time -------------------------------------------------------------------------------------------------
     def tick(self, now: int) -> None:

@@ -10,8 +10,8 @@ from common.messages.member import SwimGossip, SwimPushPull
 from common.swim.formulas import push_pull_period_ms
 from common.swim.judge import Judge
 from common.swim.local import FRAME_OVERHEAD_BYTES, Local
-from common.swim.outputs import Left
-from common.swim.table import DEAD, LEFT, LIVE, Member
+from common.swim.outputs import Left, Transition
+from common.swim.table import ALIVE, DEAD, LEFT, LIVE, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,7 @@ class Spreader:
         local.leaving = True
         local.own = msgspec.structs.replace(local.own, state=LEFT, by=local.node)
         local.spread(local.own)
+        local.out.append(Transition(local.me, ALIVE, LEFT, "leaves", local.own))
         self._leave_by = now + local.config.leave_ms
         self._gossip_at = now + local.config.gossip_interval_ms
         word = SwimGossip(updates=[local.own])

@@ -1,6 +1,6 @@
 """A cluster of SWIM cores on virtual time: seeded delays, loss, freezes, crashes, outages of the one relay.
 
-The network is ZeroMQ's where it matters: first in, first out per pair of members; a frozen member's messages wait for it;
+The network is ZeroMQ's where it matters: first in, first out per pair of members; a frozen member's messages wait;
 what is on its way when the relay dies is lost. `loss` models the datagram network of anchors.md C5.
 """
 
