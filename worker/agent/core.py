@@ -59,6 +59,7 @@ from worker.agent import readiness, vigil
 from worker.agent.events import (
     EngineEvent,
     EngineExited,
+    EngineHungUp,
     EngineSend,
     KillEngine,
     PageRead,
@@ -112,6 +113,7 @@ class NodeAgentActor(Actor):
         SendFailed,
         EngineEvent,
         EngineExited,
+        EngineHungUp,
         PageRead,
         StopAsked,
         OwnerGone,
@@ -156,6 +158,8 @@ class NodeAgentActor(Actor):
                 self._engine_said(msg.message, ctx)
             case EngineExited():
                 self._engine_exited(msg.reason, ctx)
+            case EngineHungUp():
+                ctx.timer("hung_up", ENGINE_GRACE_MS)
             case PageRead():
                 self.vigil.page_read(msg, ctx)
             case RuntimeReadyAck():
@@ -187,7 +191,7 @@ class NodeAgentActor(Actor):
         self._mind(ctx)
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """ready, resend: reports again; progress: coalesced; page: silence; lease, grace, stopped, exit: the end."""
+        """Reports again, coalesced progress, the look at the page; lease, hung_up, grace, stopped, exit: the end."""
         match key:
             case readiness.READY_TIMER:
                 self.readiness.report(ctx)
@@ -209,6 +213,8 @@ class NodeAgentActor(Actor):
             case "grace":
                 ctx.effect(KillEngine())
                 self._leave(Exit(0), ctx, LINGER_MS)  # even if its death is never told
+            case "hung_up" if self.engine_running:
+                ctx.effect(KillEngine())
             case "stopped":
                 self._shut_down("the run is stopped", ctx)
             case "exit" if self._exit:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.codec import Message
-from common.messages.engine import Shutdown
+from common.messages.engine import EngineFault
 from worker.agent.engine_link import FrameBuffer, LinkError, frame
-from worker.agent.events import EngineEvent, EngineExited, PageRead
+from worker.agent.events import EngineEvent, EngineExited, EngineHungUp, PageRead
 from worker.engine.progress import PAGE_BYTES, read_page
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "worker.engine")
@@ -107,19 +107,22 @@ class EngineProcess:
         self._loop.watch_pid(self._child.pid, self._exited)
 
     def send(self, message: Message) -> None:
-        """Hand a message to the engine. After its death it is dropped: EngineExited says the rest."""
+        """Hand a message to the engine; one that is too large is answered with an EngineFault.
+
+        After the engine's death it is dropped: EngineExited says the rest.
+        """
         if self._socket is None:
             return
-        data = frame(message)
+        try:
+            data = frame(message)
+        except LinkError as error:
+            self._refuse(message, str(error))
+            return
         if len(self._unsent) + len(data) > UNSENT_BYTES_MAX:
             self._break(f"the engine has not read {len(self._unsent)} bytes that were sent to it")
             return
         self._unsent += data
         self._write()
-
-    def shutdown(self) -> None:
-        """Ask the engine to exit 0."""
-        self.send(Shutdown())
 
     def kill(self) -> None:
         """SIGKILL; EngineExited follows."""
@@ -158,12 +161,14 @@ class EngineProcess:
                 data = self._socket.recv(READ_BYTES)
             except (BlockingIOError, InterruptedError):
                 return False
+            except ConnectionResetError:
+                self._hung_up()  # it ended with messages of ours unread
+                return False
             except OSError as error:
                 self._break(f"the link to the engine broke: {error.strerror}")
                 return False
             if not data:
-                cut = f" in the middle of a message ({self._buffer.held} bytes)" if self._buffer.held else ""
-                self._break(f"the engine closed its link{cut}", is_eof=not cut)
+                self._hung_up()
                 return False
             try:
                 messages = self._buffer.feed(data)
@@ -188,13 +193,27 @@ class EngineProcess:
         if self._socket is not None:
             self._loop.modify(self._socket.fileno(), readable=True, writable=bool(self._unsent))
 
-    def _break(self, trouble: str, *, is_eof: bool = False) -> None:
-        """The link is over; the process must end with it. A plain EOF is what an ending engine looks like: its exit
-        status says more."""
-        self._trouble = "" if is_eof else trouble
+    def _refuse(self, message: Message, error: str) -> None:
+        """A request that cannot be said to the engine fails alone."""
+        request_id = getattr(message, "request_id", None)
+        if isinstance(request_id, int):
+            self._tell(EngineEvent(EngineFault(request_id=request_id, error=error)))
+        else:
+            self._break(error)
+
+    def _break(self, trouble: str) -> None:
+        """The engine broke the protocol: nothing that it says can be believed any more."""
+        self._trouble = trouble
         self._close_link()
-        # A process that already exits keeps its own status; one that only closed the link is of no use any more.
         self.kill()
+
+    def _hung_up(self) -> None:
+        """EOF is what an ending engine looks like, and its exit status says more; a moment later it must be gone."""
+        if self._buffer.held:
+            self._trouble = f"the engine closed its link in the middle of a message ({self._buffer.held} bytes)"
+        self._close_link()
+        if self._child:
+            self._tell(EngineHungUp())
 
     def _exited(self, status: int) -> None:
         if self._child:

@@ -57,6 +57,11 @@ class EngineEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineHungUp:
+    """The engine closed its link: EngineExited follows by itself, or must be brought about."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineExited:
     """The engine is gone: one sentence, and the exit status (negative: killed by that signal; None: never started)."""
 

@@ -36,7 +36,7 @@ from tests.unit.agent.playbook import (
     provision,
     ready_agent,
 )
-from worker.agent.events import EngineExited, KillEngine, PageRead, ReadPage, StopAsked
+from worker.agent.events import EngineExited, EngineHungUp, KillEngine, PageRead, ReadPage, StopAsked
 from worker.stage_controller import StageState
 
 STOPPED = ObserveStageStopped(run_id=RUN, stage_index=STAGE)
@@ -132,6 +132,15 @@ def test_an_engine_that_cannot_load_is_a_stage_fault_with_its_sentence() -> None
     ((_, fault),) = agent.sent()
     assert isinstance(fault, ObserveStageFault)
     assert fault.reason == "WorkerCrashed: /m.gguf: No such file or directory"
+
+
+def test_an_engine_that_hangs_up_but_stays_is_killed() -> None:
+    agent = ready_agent()
+    agent.tell(EngineHungUp())
+    agent.advance(999)
+    assert agent.effects() == []
+    agent.advance(1)
+    assert agent.effects() == [KillEngine()]
 
 
 def test_an_engine_that_never_starts_is_a_stage_fault_too() -> None:
