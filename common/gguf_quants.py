@@ -92,6 +92,14 @@ def dequantise(file: GgufFile, name: str) -> F32:
     return rows.reshape(info.shape)
 
 
+def dequantise_range(file: GgufFile, name: str, start: int, end: int) -> F32:
+    """Rows start..end of a matrix, shape (end - start, columns), without touching the rest of the file."""
+    info = file.tensor(name)
+    count, columns = info.shape
+    row_bytes = info.nbytes // count
+    return dequantise_bytes(file.tensor_bytes(name)[start * row_bytes : end * row_bytes], info.type_name, columns)
+
+
 def dequantise_rows(file: GgufFile, name: str, rows: npt.NDArray[np.int64]) -> F32:
     """Chosen rows of a matrix, shape (len(rows), columns); only their bytes are touched."""
     info = file.tensor(name)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.gguf import GgufFile, ModelHeader
-from common.gguf_quants import dequantise, dequantise_rows
+from common.gguf_quants import dequantise, dequantise_range, dequantise_rows
 from worker.engine import tinygrad_shim as tg
 from worker.engine.errors import EngineError
 from worker.engine.kernels import (
@@ -37,6 +37,7 @@ from worker.engine.kernels import (
 from worker.engine.tinygrad_shim import LANES, Step, Symbol, Tensor, dtypes
 
 CHUNK = 32  # rows of a prefill step; 32 to 64 is right on a CPU (reference/engine.md 4)
+HEAD_ROWS = 2048  # of the vocabulary matrix at once: it is the largest, and float32 would double it
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
 
@@ -80,12 +81,13 @@ class TiledMatrices:
         self.tiles = _round_up(rows, LANES) // LANES
         self.tensor = tg.allocate((blocks, self.tiles, columns, LANES), dtypes.float16)
 
-    def put(self, block: int, weights: F32) -> None:
-        """Store a float32 matrix (rows, columns)."""
-        padded = np.zeros((self.tiles * LANES, self.columns), np.float16)
-        padded[: self.rows] = weights
-        tiled = np.ascontiguousarray(padded.reshape(self.tiles, LANES, self.columns).transpose(0, 2, 1))
-        tg.write(self.tensor, tiled, block * tiled.size)
+    def put(self, block: int, weights: F32, first_row: int = 0) -> None:
+        """Store rows (n, columns) of a block's float32 matrix from `first_row`, a multiple of LANES, on."""
+        tiles = _round_up(len(weights), LANES) // LANES
+        padded = np.zeros((tiles * LANES, self.columns), np.float16)
+        padded[: len(weights)] = weights
+        tiled = np.ascontiguousarray(padded.reshape(tiles, LANES, self.columns).transpose(0, 2, 1))
+        tg.write(self.tensor, tiled, (block * self.tiles * LANES + first_row) * self.columns)
 
     def product(self, rows: int, layer: Symbol | int, name: str) -> Product:
         return Product(rows, self.tiles, self.columns, layer, name)
@@ -194,7 +196,10 @@ class LlamaPart:
         if self._head is not None and self._final_norm is not None:
             width = self.header.embedding_length
             tg.write(self._final_norm, self._checked("output_norm.weight", (width,)))
-            self._head.put(0, self._checked(head_name, (self.header.vocab_size, width)))
+            self._check_shape(head_name, (self.header.vocab_size, width))
+            for first in range(0, self.header.vocab_size, HEAD_ROWS):
+                last = min(first + HEAD_ROWS, self.header.vocab_size)
+                self._head.put(0, dequantise_range(file, head_name, first, last), first)
             loaded(head_name)
 
     @property
@@ -209,10 +214,13 @@ class LlamaPart:
         """Bytes reserved by the key-value cache; they become resident as the context fills."""
         return int(self._keys.nbytes() + self._values.nbytes())
 
-    def _checked(self, name: str, shape: tuple[int, ...]) -> F32:
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._file.tensor(name).shape
         if found != shape:
             raise EngineError(f"{self._file.path}: tensor {name} has shape {found}, expected {shape}")
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> F32:
+        self._check_shape(name, shape)
         return dequantise(self._file, name)
 
     def _rope_table(self) -> F32:

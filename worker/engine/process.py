@@ -114,8 +114,7 @@ class EngineProcess:
         self._page.enter(Phase.IMPORTING)
         if message.device:
             os.environ["DEV"] = message.device
-        if message.threads:
-            os.environ["SMQ_THREADS"] = str(message.threads)
+        # message.threads has no effect here: a kernel of this backend runs on one core.
         from worker.engine import engine, tinygrad_shim  # sets tinygrad's environment, then imports it
 
         assert engine is not None

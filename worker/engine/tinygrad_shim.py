@@ -70,7 +70,7 @@ def _prepare_environment() -> list[str]:
     if os.environ["DEV"].split(":")[0] != "CPU":
         return []
     command = compiler_command()
-    # Two threads per kernel need both cores to themselves; a worker shares them with the services.
+    # Measured on two cores: handing a kernel to a second thread costs what it gains (50 us of 80).
     os.environ.setdefault("THREADS", "0")
     if "CACHEDB" not in os.environ:
         cache = _cache_file(command)
