@@ -338,7 +338,7 @@ def test_rules(world: World, toml: str, sentence: str) -> None:
     assert world.error(toml) == sentence
 
 
-@pytest.mark.spec("S1 7.3", "S1 9.2", "S1 10.2")
+@pytest.mark.spec("S1 9.2", "S1 10.2")
 @pytest.mark.parametrize(
     ("toml", "environ", "sentence"),
     [
@@ -420,7 +420,7 @@ def test_vastai_and_tokens(world: World, toml: str, environ: dict[str, str], sen
     assert world.error(toml, environ=environ) == sentence
 
 
-@pytest.mark.spec("S1 7.3", "S1 9.2")
+@pytest.mark.spec("S1 9.2")
 def test_arguments_of_vastai_are_named_as_arguments(world: World) -> None:
     assert world.error(VASTAI, "--pipeline-stages", "3", environ=KEYED) == (
         "argument --pipeline-stages = 3 is not supported by provider vastai, which runs one stage: "

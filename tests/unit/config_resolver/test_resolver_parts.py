@@ -87,7 +87,7 @@ def test_slices_survive_the_wire(world: World) -> None:
             assert decode_slice(encoded[role], kind) == slice_for(config, role, SECRETS)
 
 
-@pytest.mark.spec("S1 7.3", "S1 10.16")
+@pytest.mark.spec("S1 10.16")
 def test_slices_of_a_vastai_run(world: World) -> None:
     (world.cwd / "http").write_text("token")
     toml = VASTAI + "max_spend = 5\n[prompt]\nhttp_token_file = 'http'\n"
@@ -171,7 +171,6 @@ def keygen(path: Path, passphrase: str = "") -> Path:
 WAY_OUT = "name a private key without passphrase in [vastai].ssh_identity or with --vastai-ssh-identity"
 
 
-@pytest.mark.spec("S1 4.1", "S1 7.3")
 def test_the_public_key_is_derived(world: World) -> None:
     identity = keygen(world.cwd / "real")
     expected = (world.cwd / "real.pub").read_text().split()[:2]
@@ -192,7 +191,7 @@ def test_the_public_key_is_derived(world: World) -> None:
     assert prepare_identity(world.resolve(REMOTE)) == world.resolve(REMOTE)
 
 
-@pytest.mark.spec("S1 7.3", "S1 10.2")
+@pytest.mark.spec("S1 10.2")
 def test_identities_that_cannot_be_used(tmp_path: Path) -> None:
     protected = keygen(tmp_path / "protected", "secret phrase")
     with pytest.raises(ConfigError) as error:
