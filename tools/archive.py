@@ -291,7 +291,7 @@ class Story:
         exits = [entry for entry in phases if entry.content.get("phase") == "orch_exit"]
         stops = [entry for entry in phases if entry.content.get("phase") == "shutdown"]
         last = str(phases[-1].content.get("phase")) if phases else "unknown"
-        if failures:
+        if failures and not (exits and exits[-1].content.get("status") == "ready"):
             first = failures[0]
             ended = "failed" if exits else "failed, without an exit record"
             exit_error = str(exits[-1].detail.get("error", "")) if exits else ""

@@ -163,6 +163,15 @@ def test_why_takes_the_last_run_by_default(path: Path, capsys: pytest.CaptureFix
     assert f"{path} has no run 4; it has runs 1 to 3" in err
 
 
+def test_a_failure_that_was_survived_is_not_why_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = Writer(tmp_path / "a.jsonl")
+    writer.phase("config", "ready", boot=1)
+    writer.phase("node_route", "failed", error="not yet")
+    writer.phase("orch_exit", "ready", result="ok")
+    _, lines, _ = call(capsys, tmp_path / "a.jsonl", "why")
+    assert lines[:3] == ["run 1: ended", "phase: orch_exit", "cause: it was done"]
+
+
 def test_runs_are_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, lines, _ = call(capsys, path, "runs")
     assert [line.split("  ")[0] for line in lines] == ["run 1", "run 2", "run 3"]
