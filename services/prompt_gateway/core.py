@@ -266,8 +266,13 @@ class GatewayActor(ServiceActor):
     def _close(self, reason: str, ctx: Ctx) -> None:
         """Faults first, then the connections; idempotent. Ends in _closed."""
         if self.state in (RpcState.BINDING, RpcState.OPEN):
-            self.state = RpcState.CLOSING
             ctx.effect(StopListening())
+            for connection in list(self.connections.values()):
+                if connection.in_flight is None and connection.unsent == 0:
+                    # Nothing is on its way to an idle client, so the end of the run need not wait until it notices.
+                    ctx.effect(TcpAbort(connection.conn))
+                    self._forget(connection.conn, "", ctx)
+            self.state = RpcState.CLOSING
             if self.loop:
                 self._settled = self.loop.stop(reason, ctx)
             for connection in list(self.connections.values()):
