@@ -230,6 +230,7 @@ def test_a_redactor_that_fails_lets_nothing_out() -> None:
 
 @pytest.mark.spec("S1 2.8")
 @given(st.binary(max_size=200))
+@settings(deadline=None)
 def test_a_payload_is_not_changed(payload: bytes) -> None:
     assert emitted(payload, keep) == payload
 
@@ -251,6 +252,7 @@ def numbers(ranges: list[tuple[int, int]]) -> Iterator[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), max_size=40), st.integers(0, 120))
+@settings(deadline=None)
 def test_ranges_are_a_set(adds: list[tuple[int, int]], probe: int) -> None:
     ranges, plain = SeqRanges(), set()
     for first, more in adds:
