@@ -280,6 +280,7 @@ class SwimCore:
         live = [member.update.member.node for member in local.table if member.state in LIVE]
         assert len(live) == local.table.live, "the count of live members is wrong"
         assert all(node in local.probe_list for node in live), "a live member is not probed"
+        assert all(node in local.gossip_list for node in live), "a live member hears no gossip"
         if self._clock.paused:
             assert self._prober.round is None, "a probe is under way during a pause"
 

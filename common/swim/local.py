@@ -49,11 +49,15 @@ class Local:
     superseded: bool = False
     sequence: int = 0
     awareness: Awareness = field(init=False)
+    publisher: bytes = b""
+    """SWIM actor of the membership service, whose view the run acts on; empty for the service itself."""
     probe_list: ProbeList = field(init=False)
+    gossip_list: ProbeList = field(init=False)
 
     def __post_init__(self) -> None:
         self.awareness = Awareness(self.config.awareness_max)
         self.probe_list = ProbeList(self.rng)
+        self.gossip_list = ProbeList(self.rng)
 
     @property
     def me(self) -> MemberId:

@@ -11,7 +11,7 @@ from common.swim.formulas import push_pull_period_ms
 from common.swim.judge import Judge
 from common.swim.local import FRAME_OVERHEAD_BYTES, Local
 from common.swim.outputs import Left, Transition
-from common.swim.table import ALIVE, DEAD, LEFT, LIVE, Member
+from common.swim.table import ALIVE, DEAD, LEFT, LIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,26 @@ class Spreader:
         return len(self._local.rumours) > 0 or len(self._local.name_rumours) > 0
 
     def _gossip(self, now: int) -> None:
+        """To the next few of a shuffled list: in a small cluster a rumour's budget reaches everyone, which independent
+        random picks (memberlist's) do not."""
         local = self._local
-        for member in local.pick(local.config.gossip_fanout, self._listeners(now)):
+        since = now - local.config.gossip_to_dead_ms
+        told: list[bytes] = []
+        for _ in range(local.config.gossip_fanout):
+            node = local.gossip_list.next(lambda node: self._listens(node, since))
+            member = local.table.get(node) if node is not None and node not in told else None
+            if node is None or member is None:
+                return
             updates, names = local.piggyback(FRAME_OVERHEAD_BYTES)
             if not updates and not names:
                 return
+            told.append(node)
             local.send(member.update.swim_actor, SwimGossip(updates=updates, names=names))
 
-    def _listeners(self, now: int) -> list[Member]:
+    def _listens(self, node: bytes, since: int) -> bool:
         """The living, and those dead so recently that they may be alive and have to hear that they are not."""
-        since = now - self._local.config.gossip_to_dead_ms
-        return [member for member in self._local.table if member.state in LIVE or member.since >= since]
+        member = self._local.table.get(node)
+        return member is not None and (member.state in LIVE or member.since >= since)
 
     # --- whole tables -----------------------------------------------------------------------------------------
     def _exchange(self, now: int) -> None:
@@ -127,6 +136,7 @@ class Spreader:
         """The seed is known, is a new one (it restarted with an empty table), or is gone."""
         if seed != self._seed:
             self._seed = seed
+            self._local.publisher = seed.actor if seed is not None else b""
             self._join_at = now if seed is not None else None
 
     def rejoin_if_lost(self, now: int) -> None:

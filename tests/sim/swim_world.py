@@ -228,6 +228,10 @@ class SwimWorld:
             if host.node != node
         ]
 
+    def buried(self, index: int) -> bool:
+        """Everyone holds it for dead."""
+        return set(self.states(index)) == {DEAD}
+
     def agreed(self) -> bool:
         """Everyone holds everyone for alive, and nobody else."""
         everyone = {host.core.own.member for host in self.live()}
