@@ -1,0 +1,457 @@
+"""The provisioner's actor: the run's workers from StartNode to NodesStopped (S1 4.5, 4.12, 4.13, 7.6; design.md 2).
+
+Pure: job functions (`jobs.py`) do the work on threads, plugins report through NodeObserved events. Per worker:
+mint (keypair, launch file) → admit at the router → start (ledger first) → live → stop. Whoever is owned by the guard
+is stopped, last started first: when asked, when the run ends, when the lease or the owner is lost, on SIGTERM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from common.actors import Ctx
+from common.addresses import Role, short
+from common.config_slices import ProvisionerSlice
+from common.effects import Exit, JobDone, Log, RunJob, SendFailed, StopSignal
+from common.limits import OWNER_GONE_EXIT_MS, PROVIDER_START_MS
+from common.messages.bus import Admit, Admitted, Revoked
+from common.messages.provision import (
+    BootstrapCompleted,
+    CompleteBootstrap,
+    NodeExited,
+    NodeFailed,
+    NodesStopped,
+    NodeStarted,
+    NodeStopped,
+    PrepareProvider,
+    ProviderPrepared,
+    ProviderPrepareFailed,
+    StartNode,
+    StopNodes,
+)
+from common.messages.service import RunEnded
+from common.records import EventKind
+from common.service_actor import ServiceActor
+from services.provisioner.admission import ADMISSION_TIMER, ADMIT_LIMIT_MS, Admissions
+from services.provisioner.conversion import Record, event, record_of
+from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
+from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
+
+PREPARE_LIMIT_MS = 60_000  # stopping leftovers of an earlier run may take a while
+STOP_LIMIT_MS = 30_000  # above every grace of a provider on this machine, below the launcher's patience
+OWNER_GONE_FAST_MS = 8_000  # of the 15 s: time for a graceful stop of a few workers, then the rest at once
+OWNER_GONE_MARGIN_MS = 1_000
+
+_OWNER_FAST = "owner:fast"
+_OWNER_EXIT = "owner:exit"
+
+
+class ProvisionerActor(ServiceActor):
+    """Main actor of the provisioner, spawned with name="provisioner"."""
+
+    ROLE = Role.PROVISIONER
+    SLICE = ProvisionerSlice
+    Incoming: ClassVar[tuple[type, ...]] = (
+        *ServiceActor.SERVICE_INCOMING,
+        PrepareProvider,
+        StartNode,
+        CompleteBootstrap,
+        StopNodes,
+        Admitted,
+        Revoked,
+        JobDone,
+        NodeObserved,
+        SendFailed,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run = Run(epoch=1)
+        self._stopping: Stopping | None = None
+        self._held: tuple[bytes, PrepareProvider] | None = None
+        """A PrepareProvider that has to wait: for the config slice, or for the end of the run before."""
+        self._admissions = Admissions()
+
+    # --- messages ---------------------------------------------------------------------------------------------
+    def receive(self, msg: Any, ctx: Ctx) -> None:
+        """One message; see `Incoming`."""
+        match msg:
+            case PrepareProvider():
+                self._prepare(ctx.sender, msg, ctx)
+            case StartNode():
+                self._start(msg, ctx)
+            case CompleteBootstrap():
+                self._complete(ctx)
+            case StopNodes():
+                self._stop_all(Stopping(fast=msg.fast, reply_to=ctx.sender), ctx)
+            case Admitted():
+                self._admitted(msg.key, ctx)
+            case Revoked():
+                self._admissions.revoked(msg.key)
+            case JobDone():
+                self._job_done(msg, ctx)
+            case NodeObserved():
+                self._observed(msg, ctx)
+            case SendFailed():
+                ctx.effect(Log("debug", f"{type(msg.message).__name__} is not delivered: {msg.reason}"))
+            case _:
+                super().receive(msg, ctx)
+
+    def on_timer(self, key: str, ctx: Ctx) -> None:
+        """Repeats towards the router, and the limits after the owner's end."""
+        match key:
+            case _ if key == ADMISSION_TIMER:
+                self._admit_again(ctx)
+            case _ if key == _OWNER_FAST:
+                self._stop_all(Stopping(fast=True), ctx)
+            case _ if key == _OWNER_EXIT:
+                ctx.effect(Exit(1, "workers may be left; the next start stops them by the ledger"))
+            case _:
+                super().on_timer(key, ctx)
+
+    def on_config(self, config: Any, ctx: Ctx) -> None:
+        """Ready: providers are only built when the orchestrator says PrepareProvider."""
+        self.ready(ctx)
+        self._resume_held(ctx)
+
+    def on_view(self, view: str, ctx: Ctx) -> None:
+        """A router that restarted has forgotten whom it admitted."""
+        if view == "routes":
+            self._admit_again(ctx)
+
+    def on_lease_lost(self, ctx: Ctx) -> None:
+        """The guard's drop, while the process lives on for the next run."""
+        self._stop_all(Stopping(reason="the orchestrator's lease ended", clear_after=True), ctx)
+
+    def on_run_ended(self, msg: RunEnded, ctx: Ctx) -> None:
+        """Whatever is left of it is stopped, then forgotten."""
+        self._stop_all(Stopping(reason="the run ended", clear_after=True), ctx)
+
+    def on_owner_gone(self, ctx: Ctx) -> None:
+        """The guard's drop: by local handles, without needing the bus, and gone within OWNER_GONE_EXIT_MS."""
+        ctx.timer(_OWNER_FAST, OWNER_GONE_FAST_MS)
+        ctx.timer(_OWNER_EXIT, OWNER_GONE_EXIT_MS - OWNER_GONE_MARGIN_MS)
+        self._stop_all(Stopping(reason="the orchestrator is gone", exit_after=True), ctx)
+
+    def on_stop_signal(self, signal: StopSignal, ctx: Ctx) -> None:
+        """SIGTERM: nothing that we started may outlive us. The second one skips the grace."""
+        why = f"the provisioner got {signal.name}"
+        self._stop_all(Stopping(fast=signal.count > 1, reason=why, exit_after=True), ctx)
+
+    # --- prepare ----------------------------------------------------------------------------------------------
+    def _prepare(self, sender: bytes, msg: PrepareProvider, ctx: Ctx) -> None:
+        if self._stopping is not None or self.config is None:
+            self._held = (sender, msg)
+            return
+        run = self._run
+        if run.owner and (run.owner != sender or run.guard.stopped or run.guard.first_error):
+            # Another orchestrator, or the same one after it stopped everything: a new run.
+            self._held = (sender, msg)
+            self._stop_all(Stopping(reason="another run begins", clear_after=True), ctx)
+            return
+        if run.preparing:
+            return
+        if run.answer is not None:
+            ctx.send(sender, run.answer)
+            return
+        run.owner = sender
+        if msg.provider != self.config.provider:
+            error = f"provider {msg.provider} is asked for, the configuration says {self.config.provider}"
+            run.answer = ProviderPrepareFailed(error=error)
+            ctx.send(sender, run.answer)
+            return
+        run.preparing = True
+        args = {"config": self.config}
+        ctx.effect(RunJob("prepare", f"{run.epoch}/0", args, limit_ms=PREPARE_LIMIT_MS, pool="start"))
+
+    def _prepared(self, done: JobDone, ctx: Ctx) -> None:
+        run = self._run
+        run.preparing = False
+        if done.error:
+            run.answer = ProviderPrepareFailed(error=done.error)
+        else:
+            result: Prepared = done.result
+            for problem in result.problems:
+                ctx.effect(Log("warning", problem))
+            run.answer = ProviderPrepared(provider=self.config.provider, reconciled=result.reconciled)
+        ctx.send(run.owner, run.answer)
+        self._pump_stop(ctx)
+
+    def _resume_held(self, ctx: Ctx) -> None:
+        if self._held is not None:
+            (sender, msg), self._held = self._held, None
+            self._prepare(sender, msg, ctx)
+
+    # --- start ------------------------------------------------------------------------------------------------
+    def _start(self, msg: StartNode, ctx: Ctx) -> None:
+        run, spec = self._run, msg.spec
+        known = run.nodes.get(spec.node_id)
+        if known is not None and run.nonce == msg.run:
+            self._answer_again(known, ctx)
+            return
+        if not run.prepared or ctx.sender != run.owner:
+            refusal = "the provider is not prepared"
+        elif self._stopping is not None or run.guard.stopped or run.guard.first_error:
+            refusal = "the workers are being stopped"
+        elif run.nonce and run.nonce != msg.run:
+            refusal = f"run {short(run.nonce)} is active, not {short(msg.run)}"
+        else:
+            run.nonce = msg.run
+            run.nodes[spec.node_id] = WorkerNode(spec, msg.orchestrator)
+            self._emit(event(EventKind.PROVISION_START, spec.run_id, spec.node_id, self.config.provider), ctx)
+            args = {
+                "spec": spec,
+                "run": msg.run,
+                "orchestrator": msg.orchestrator,
+                "orchestrator_node": ctx.sender_node,
+            }
+            ctx.effect(RunJob("mint", f"{run.epoch}/{spec.node_id}", args, pool="start"))
+            return
+        ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=refusal))
+
+    def _answer_again(self, node: WorkerNode, ctx: Ctx) -> None:
+        spec = node.spec
+        match node.state:
+            case NodeState.LIVE if node.ended is not None:
+                self._say_exited(node, ctx)
+            case NodeState.LIVE:
+                self._say_started(node, ctx)
+            case NodeState.FAILED:
+                ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=node.error))
+            case NodeState.STOPPED:
+                error = "the worker was stopped already"
+                ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error))
+            case _:
+                pass  # the answer is on its way
+
+    def _minted(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
+        if done.error:
+            self._fail(node, done.error, ctx)
+            return
+        minted: Minted = done.result
+        node.minted = minted
+        node.state = NodeState.ADMITTING
+        if self._stopping is not None:
+            self._fail(node, "stopped before it was started", ctx)
+            return
+        spec = node.spec
+        admit = Admit(
+            key=minted.public_key,
+            role=Role.AGENT,
+            run=self._run.nonce,
+            node_id=spec.node_id,
+            stage_index=spec.stage_index,
+            logical_id=f"node {spec.node_id}",
+        )
+        self._admissions.admit(admit, ctx)
+
+    def _admit_again(self, ctx: Ctx) -> None:
+        for key in self._admissions.repeat(ctx):
+            for node in list(self._run.nodes.values()):
+                if node.state is NodeState.ADMITTING and node.minted is not None and node.minted.public_key == key:
+                    self._fail(node, f"the router did not admit the worker within {ADMIT_LIMIT_MS // 1000} s", ctx)
+
+    def _admitted(self, key: bytes, ctx: Ctx) -> None:
+        if not self._admissions.admitted(key, ctx):
+            return
+        for node in self._run.nodes.values():
+            if node.state is NodeState.ADMITTING and node.minted is not None and node.minted.public_key == key:
+                # Only now: a worker that dials before it is admitted is refused, and libzmq does not dial again.
+                node.state = NodeState.STARTING
+                args = {"minted": node.minted, "spec": node.spec, "run": self._run.nonce}
+                job = RunJob("start_node", self._key(node), args, limit_ms=PROVIDER_START_MS, pool="start")
+                ctx.effect(job)
+
+    def _started(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
+        if done.error:
+            self._fail(node, done.error, ctx)
+            return
+        if node.ended is not None:
+            self._fail(node, node.cause(f"worker {node.ended.reason} before it was ready"), ctx)
+            return
+        handle: PluginNodeHandle = done.result
+        node.handle, node.state = handle, NodeState.LIVE
+        self._run.guard.own(node.spec.node_id, handle)
+        self._say_started(node, ctx)
+        self._pump_stop(ctx)
+
+    def _say_started(self, node: WorkerNode, ctx: Ctx) -> None:
+        assert node.handle is not None and node.minted is not None
+        started = NodeStarted(
+            node_id=node.spec.node_id,
+            stage_index=node.spec.stage_index,
+            handle=node.handle.id,
+            node_key=node.minted.public_key,
+        )
+        ctx.send(self._run.owner, started)
+
+    def _fail(self, node: WorkerNode, error: str, ctx: Ctx) -> None:
+        """S1 10.6. The discard also ends a start that timed out and may still succeed."""
+        spec = node.spec
+        node.state, node.error = NodeState.FAILED, error
+        if not isinstance(node.ended, Failed):
+            self._emit(event(EventKind.PROVISION_FAILED, spec.run_id, spec.node_id, self.config.provider, error), ctx)
+        if node.minted is not None:
+            self._admissions.revoke(node.minted.public_key, ctx)
+            ctx.effect(RunJob("discard", self._key(node), {"minted": node.minted}, pool="stop"))
+        ctx.send(self._run.owner, NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error))
+        self._pump_stop(ctx)
+
+    # --- complete_bootstrap -----------------------------------------------------------------------------------
+    def _complete(self, ctx: Ctx) -> None:
+        run = self._run
+        if run.completing or ctx.sender != run.owner:
+            return
+        run.completing = True
+        handles = tuple(handle for _, handle in run.guard.handles)
+        ctx.effect(RunJob("complete_bootstrap", f"{run.epoch}/0", {"handles": handles}, pool="start"))
+
+    def _completed(self, done: JobDone, ctx: Ctx) -> None:
+        run = self._run
+        run.completing = False
+        for node in run.nodes.values():
+            if not done.error and node.state is NodeState.LIVE and node.ended is None and not node.live_said:
+                node.live_said = True
+                spec = node.spec
+                self._emit(event(EventKind.NODE_LIVE, spec.run_id, spec.node_id, self.config.provider), ctx)
+        ctx.send(run.owner, BootstrapCompleted(error=done.error))
+
+    # --- stop -------------------------------------------------------------------------------------------------
+    def _stop_all(self, wanted: Stopping, ctx: Ctx) -> None:
+        """Begin to stop everything, or let a stop under way become faster and do more at its end."""
+        now = self._stopping
+        if now is None:
+            self._stopping = now = wanted
+        else:
+            hurry = wanted.fast and not now.fast
+            now.fast = now.fast or wanted.fast
+            now.reply_to = now.reply_to or wanted.reply_to
+            now.clear_after = now.clear_after or wanted.clear_after
+            now.exit_after = now.exit_after or wanted.exit_after
+            current = self._run.guard.current()
+            if hurry and current is not None:
+                args = {"handle": current[1], "fast": True}
+                ctx.effect(
+                    RunJob("hurry", f"{self._run.epoch}/{current[0]}", args, limit_ms=STOP_LIMIT_MS, pool="stop")
+                )
+        for node in list(self._run.nodes.values()):
+            if node.state is NodeState.ADMITTING:
+                self._fail(node, "stopped before it was started", ctx)
+        self._pump_stop(ctx)
+
+    def _pump_stop(self, ctx: Ctx) -> None:
+        """The next step of a stop. A start under way is waited for: only then it can be stopped, and it is the last."""
+        run, stopping = self._run, self._stopping
+        if stopping is None or run.starting or run.preparing or run.guard.stopping is not None:
+            return
+        following = run.guard.next_to_stop()
+        if following is None:
+            self._stopped_all(stopping, ctx)
+            return
+        node_id, handle = following
+        args = {"handle": handle, "fast": stopping.fast}
+        ctx.effect(RunJob("stop_node", f"{run.epoch}/{node_id}", args, limit_ms=STOP_LIMIT_MS, pool="stop"))
+
+    def _node_stopped(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
+        run, spec = self._run, node.spec
+        if run.guard.stopping != spec.node_id:
+            return
+        run.guard.settle(done.error)
+        node.state = NodeState.STOPPED
+        if node.minted is not None:
+            self._admissions.revoke(node.minted.public_key, ctx)
+        if not done.error and not node.stop_said:
+            node.stop_said = True
+            self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "stopped"), ctx)
+        if done.error:
+            ctx.effect(Log("error", f"node {spec.node_id} is not stopped: {done.error}"))
+        stopping = self._stopping
+        if stopping is not None and stopping.reason and not stopping.reply_to and not node.exit_said:
+            # Nobody asked for it: should the orchestrator still live, it must not take the worker for a running one.
+            self._say_exited(node, ctx, f"stopped by the provisioner: {stopping.reason}")
+        ctx.send(run.owner, NodeStopped(node_id=spec.node_id, error=done.error))
+        self._pump_stop(ctx)
+
+    def _stopped_all(self, stopping: Stopping, ctx: Ctx) -> None:
+        run = self._run
+        self._stopping = None
+        if stopping.reply_to:
+            answer = NodesStopped(stopped=list(run.guard.stopped), first_error=run.guard.first_error)
+            ctx.send(stopping.reply_to, answer)
+        if stopping.clear_after:
+            self._run = Run(epoch=run.epoch + 1)
+        if stopping.exit_after:
+            ctx.effect(Exit(1 if run.guard.first_error else 0, run.guard.first_error))
+        else:
+            self._resume_held(ctx)
+
+    # --- what the plugins see ---------------------------------------------------------------------------------
+    def _observed(self, batch: NodeObserved, ctx: Ctx) -> None:
+        node = next((n for n in self._run.nodes.values() if n.minted and n.minted.handle_id == batch.handle_id), None)
+        if node is None:
+            return
+        for item in batch.observations:
+            if not isinstance(item, Exited) or not node.stop_said:
+                self._emit(record_of(item, node.spec.run_id, node.spec.node_id, self.config.provider), ctx)
+            if isinstance(item, StderrLine):
+                node.tail.append(item.line)
+            elif isinstance(item, Exited | Failed):
+                node.stop_said = node.stop_said or isinstance(item, Exited)
+                self._ended(node, item, ctx)
+
+    def _ended(self, node: WorkerNode, item: Exited | Failed, ctx: Ctx) -> None:
+        if node.ended is not None:
+            return
+        node.ended = item
+        if node.state is NodeState.LIVE and self._stopping is None:
+            # The handle stays the guard's: stop_node cleans up after a dead worker, too.
+            if node.minted is not None:
+                self._admissions.revoke(node.minted.public_key, ctx)
+            self._say_exited(node, ctx)
+
+    def _say_exited(self, node: WorkerNode, ctx: Ctx, reason: str = "") -> None:
+        node.exit_said = True
+        exited = NodeExited(
+            node_id=node.spec.node_id,
+            stage_index=node.spec.stage_index,
+            status=node.ended.status if isinstance(node.ended, Exited) else None,
+            reason=reason or (node.ended.reason if node.ended is not None else ""),
+            stderr_tail=list(node.tail),
+        )
+        ctx.send(self._run.owner, exited)
+
+    def _emit(self, record: Record, ctx: Ctx) -> None:
+        ctx.observe(record.channel, record.payload, record.source)
+
+    # --- jobs and revocation ----------------------------------------------------------------------------------
+    def _key(self, node: WorkerNode) -> str:
+        return f"{self._run.epoch}/{node.spec.node_id}"
+
+    def _job_done(self, done: JobDone, ctx: Ctx) -> None:
+        epoch, _, node_id = done.key.partition("/")
+        if int(epoch) != self._run.epoch:
+            return
+        node = self._run.nodes.get(int(node_id))
+        match done.kind:
+            case "prepare" if self._run.preparing:
+                self._prepared(done, ctx)
+            case "complete_bootstrap" if self._run.completing:
+                self._completed(done, ctx)
+            case "mint" if node is not None and node.state is NodeState.MINTING:
+                self._minted(node, done, ctx)
+            case "start_node" if node is not None and node.state is NodeState.STARTING:
+                self._started(node, done, ctx)
+            case "stop_node" if node is not None:
+                self._node_stopped(node, done, ctx)
+            case _ if done.error:
+                ctx.effect(Log("warning", f"{done.kind} of node {node_id}: {done.error}"))
+            case _:
+                pass
+
+    def check(self) -> None:
+        """Invariants: the guard owns exactly the live workers; nothing is half stopped while no stop is under way."""
+        run = self._run
+        live = {node_id for node_id, node in run.nodes.items() if node.state is NodeState.LIVE}
+        assert live == {node_id for node_id, _ in run.guard.handles}, (live, run.guard.handles)
+        assert self._stopping is not None or run.guard.stopping is None
+        assert all(node.minted is not None for node in run.nodes.values() if node.state is NodeState.LIVE)

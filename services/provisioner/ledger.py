@@ -1,0 +1,253 @@
+"""The handle ledger: what was started, written down before it is started, so that nothing outlives us unnoticed.
+
+One JSON-lines file per provisioner instance in `$XDG_STATE_HOME/swactor-mq/ledger/`, flock-ed while the instance lives
+(design.md 2, 6 row 32). Records are only appended, each on disk before the next step: intent → worker starts → handle
+→ worker is stopped → stopped. Whoever gets the lock of a file that is not its own knows that its writer is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from common.launch_file import LaunchFile, LaunchFileError
+from services.provisioner.plugin import LeftBehind, PluginNodeHandle
+
+LEDGER_BYTES_MAX = 64 * 1024 * 1024  # no honest instance comes near; a broken file must not fill our memory
+SUFFIX = ".jsonl"
+
+
+class LedgerError(Exception):
+    """The ledger cannot be kept; str() is one sentence. Without a ledger no worker is started."""
+
+
+class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line. id: the handle id, the key of all. launch, public_key: the launch file, to remove it later."""
+
+    op: Literal["intent", "handle", "stopped"]
+    id: str
+    provider: str = ""
+    run: str = ""
+    run_id: int = 0
+    node_id: int = 0
+    stage_index: int = 0
+    boot_id: str = ""
+    launch: str = ""
+    public_key: str = ""
+    process_id: int | None = None
+    facts: dict[str, str | int] = {}
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Reconciled:
+    """What `reconcile` did. stopped: workers that were still alive; problems: sentences about what stays open."""
+
+    stopped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def ledger_folder(environment: Mapping[str, str]) -> Path:
+    """Where ledgers lie. Raises LedgerError if neither XDG_STATE_HOME nor HOME says so."""
+    if state := environment.get("XDG_STATE_HOME"):
+        return Path(state) / "swactor-mq" / "ledger"
+    if home := environment.get("HOME"):
+        return Path(home) / ".local" / "state" / "swactor-mq" / "ledger"
+    raise LedgerError("there is no place for the ledger: set HOME or XDG_STATE_HOME")
+
+
+class Ledger:
+    """This instance's own file. Thread-safe: job threads write it."""
+
+    def __init__(self, folder: Path, instance: str) -> None:
+        """Create and lock `<instance>.jsonl`. Raises LedgerError if it exists or the folder cannot be written."""
+        self.path = folder / f"{instance}{SUFFIX}"
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        try:
+            _make_folder(folder)
+            self._fd = _create_locked(self.path)
+            _sync_folder(folder)
+        except OSError as error:
+            raise LedgerError(f"cannot keep the ledger in {folder}: {error.strerror}; no worker is started") from None
+        self._size = 0
+
+    @property
+    def unsettled(self) -> int:
+        """How many intents have no `stopped` yet."""
+        return len(self._open)
+
+    def append(self, record: LedgerRecord) -> None:
+        """Write and fsync. Raises LedgerError; then the file holds whole records only, as before."""
+        line = msgspec.json.encode(record) + b"\n"
+        with self._lock:
+            try:
+                _write_all(self._fd, line)
+                os.fsync(self._fd)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._size)
+                raise LedgerError(f"cannot write the ledger {self.path}: {error.strerror}") from None
+            self._size += len(line)
+            if record.op == "intent":
+                self._open.add(record.id)
+            elif record.op == "stopped" and not record.error:
+                self._open.discard(record.id)
+
+    def close(self) -> None:
+        """Release it: removed when everything is settled, else left for the next start. Closing twice is fine."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            if not self._open:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def reconcile(folder: Path, stop: Callable[[LeftBehind], bool]) -> Reconciled:
+    """Settle the files of dead instances; those of living ones are locked and left alone.
+
+    stop: `plugin.stop_left_behind` of the entry's provider. A file goes when all its entries are settled; one with an
+    entry that could not be stopped stays for the next start, and is named in `problems`.
+    """
+    result = Reconciled()
+    try:
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+    except OSError:
+        return result
+    for path in files:
+        try:
+            handle = _lock_existing(path)
+        except OSError as error:
+            result.problems.append(f"cannot read the ledger {path}: {error.strerror}")
+            continue
+        if handle is not None:
+            try:
+                _settle(path, handle, stop, result)
+            finally:
+                os.close(handle)
+    return result
+
+
+def _settle(path: Path, handle: int, stop: Callable[[LeftBehind], bool], result: Reconciled) -> None:
+    records, damaged = read_records(handle)
+    entries: dict[str, LedgerRecord] = {}
+    handles: dict[str, LedgerRecord] = {}
+    for record in records:
+        if record.op == "intent":
+            entries[record.id] = record
+        elif record.op == "handle":
+            handles[record.id] = record
+        elif not record.error:
+            entries.pop(record.id, None)
+    failed = False
+    # Last started first, as the guard would.
+    for entry in reversed(entries.values()):
+        try:
+            result.stopped += stop(_left_behind(entry, handles.get(entry.id)))
+        except Exception as error:  # a plugin's bug or failure with one entry must not keep us from the others
+            failed = True
+            result.problems.append(f"a worker of an earlier run (node {entry.node_id}) is not stopped: {error}")
+            continue
+        _remove_launch_file(entry)
+    if failed:
+        return
+    if damaged:
+        # Never again tried, never thrown away: somebody may want to look by hand.
+        os.replace(path, path.with_suffix(".damaged"))
+        result.problems.append(f"the ledger {path} has {damaged} unreadable lines; it is kept as {path.stem}.damaged")
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def read_records(handle: int) -> tuple[list[LedgerRecord], int]:
+    """The records of an open ledger, and how many lines are unreadable. A torn last line is no damage: its writer
+    died in the middle of it, so the step it announces was never taken."""
+    data = bytearray()
+    os.lseek(handle, 0, os.SEEK_SET)
+    while len(data) <= LEDGER_BYTES_MAX and (chunk := os.read(handle, 1 << 20)):
+        data += chunk
+    whole, _, _ = bytes(data[:LEDGER_BYTES_MAX]).rpartition(b"\n")
+    records, damaged = [], 0
+    for line in whole.split(b"\n") if whole else []:
+        try:
+            records.append(msgspec.json.decode(line, type=LedgerRecord))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            damaged += 1
+    return records, damaged
+
+
+def _left_behind(entry: LedgerRecord, handle: LedgerRecord | None) -> LeftBehind:
+    known = None if handle is None else PluginNodeHandle(entry.id, handle.process_id, handle.facts)
+    return LeftBehind(entry.id, entry.provider, entry.run, entry.node_id, entry.boot_id, known)
+
+
+def _remove_launch_file(entry: LedgerRecord) -> None:
+    """It holds a secret key. Another run may have put its own file at the same path by now: that one stays."""
+    path = Path(entry.launch)
+    with contextlib.suppress(LaunchFileError, OSError):
+        if entry.launch and LaunchFile.read(path).public_key == entry.public_key:
+            path.unlink()
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # Blocking: a reconcile that opened the new, still empty file holds it for a moment only.
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink > 0:
+                return handle
+        except OSError:
+            os.close(handle)
+            raise
+        # That reconcile found it settled and removed it: once more.
+        os.close(handle)
+
+
+def _lock_existing(path: Path) -> int | None:
+    """The locked file, None if a living instance has it or it is gone."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alive = os.fstat(handle).st_nlink > 0
+    except BlockingIOError:
+        alive = False
+    except OSError:
+        os.close(handle)
+        raise
+    if not alive:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

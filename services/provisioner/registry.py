@@ -1,0 +1,36 @@
+"""The providers this build knows. A new one: its file beside this, and one line in `_PROVIDERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from common.config_slices import ProvisionerSlice
+from services.provisioner.plugin import ProviderError, ProvisionPlugin
+from services.provisioner.process_provider import ProcessProvider
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderInputs:
+    """What a provider is made from. environment: of this process; redact: removes every secret known here."""
+
+    config: ProvisionerSlice
+    environment: Mapping[str, str]
+    redact: Callable[[bytes], bytes] = bytes
+
+
+_PROVIDERS: dict[str, Callable[[ProviderInputs], ProvisionPlugin]] = {
+    "process": lambda inputs: ProcessProvider(inputs.config.worker_bin, inputs.environment, inputs.redact),
+}
+
+
+def provider_names() -> list[str]:
+    """All names, for messages."""
+    return sorted(_PROVIDERS)
+
+
+def make_provider(name: str, inputs: ProviderInputs) -> ProvisionPlugin:
+    """The provider of that name, not prepared yet. Raises ProviderError for a name that this build does not know."""
+    if name not in _PROVIDERS:
+        raise ProviderError(f"provider {name} is not part of this build; it has {', '.join(provider_names())}")
+    return _PROVIDERS[name](inputs)

@@ -1,0 +1,59 @@
+"""Wiring of the provisioner: its actor, its jobs, and the way back from plugin threads into the loop."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+
+from common.addresses import Role
+from common.host import Host
+from common.redact import Redactor
+from services.provisioner.core import ProvisionerActor
+from services.provisioner.jobs import ProvisionerJobs, Surroundings, reconcile_all
+from services.provisioner.ledger import LedgerError, ledger_folder
+from services.provisioner.sink import NodeSink
+
+
+def build(host: Host) -> None:
+    """Spawn the actor and register its jobs."""
+    bus_file = host.bus_file
+    address = host.spawn(ProvisionerActor(), name=Role.PROVISIONER)
+
+    def make_sink(handle_id: str) -> NodeSink:
+        return NodeSink(handle_id, host.call_soon, lambda event: host.deliver(address, event))
+
+    def add_secret(secret: str) -> None:
+        # The one secret of this process: HF_TOKEN. Replaced, not changed, because job and loop threads read it.
+        host.redactor = Redactor([secret])
+
+    here = Surroundings(
+        environment=dict(os.environ),
+        nodes_dir=bus_file.nodes_dir,
+        worker_key=bus_file.worker_key,
+        worker_endpoints=bus_file.worker_endpoints,
+        make_sink=make_sink,
+        redact=lambda data: host.redactor.redact(data),
+        add_secret=add_secret,
+    )
+    jobs = ProvisionerJobs(here)
+    host.jobs.update(jobs.table())
+    # After the loop ended: by then every worker is stopped, or the file has to stay.
+    atexit.register(jobs.close)
+
+
+def cleanup(environment: Mapping[str, str]) -> int:
+    """`--cleanup`, without a bus: the provisioner died; stop all that the ledgers of dead instances name.
+
+    Returns the exit status: 0 when nothing is left.
+    """
+    try:
+        done = reconcile_all(ledger_folder(environment), environment)
+    except LedgerError as error:
+        sys.stderr.write(f"provisioner: {error}\n")
+        return 1
+    for problem in done.problems:
+        sys.stderr.write(f"provisioner: {problem}\n")
+    sys.stderr.write(f"provisioner: {done.stopped} workers of an earlier run stopped\n")
+    return 1 if done.problems else 0
