@@ -35,7 +35,7 @@ def _download(source: HuggingFaceGguf, progress: Progress) -> Path:
         path = hf_hub_download(source.repo, source.file, revision=source.revision, tqdm_class=_bar_class(progress))
     except Exception as error:  # the library's and its HTTP client's errors share no base class
         token = os.environ.get("HF_TOKEN")
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = " ".join(str(error).split())[:400] or type(error).__name__
         raise EngineError(f"cannot fetch {name}: {text.replace(token, '***') if token else text}") from error
     return Path(path)
 

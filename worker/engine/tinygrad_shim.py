@@ -64,6 +64,19 @@ def _cache_file(command: list[str]) -> Path:
     return Path(root) / "swactor-mq" / f"kernels-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.db"
 
 
+def _usable(cache: Path) -> bool:
+    """Whether the cache can be written; what is left of a broken one is removed, since it can be made again."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        if cache.exists() and cache.stat().st_size:
+            with cache.open("rb") as file:
+                if file.read(16) != b"SQLite format 3\0":
+                    cache.unlink()
+    except OSError:
+        return False
+    return os.access(cache if cache.exists() else cache.parent, os.W_OK)
+
+
 def _prepare_environment() -> list[str]:
     """Set what tinygrad reads at import. DEV, CACHEDB and CACHELEVEL of the user are respected."""
     os.environ.setdefault("DEV", "CPU")
@@ -74,10 +87,9 @@ def _prepare_environment() -> list[str]:
     os.environ.setdefault("THREADS", "0")
     if "CACHEDB" not in os.environ:
         cache = _cache_file(command)
-        try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
+        if _usable(cache):
             os.environ["CACHEDB"] = str(cache)
-        except OSError:
+        else:
             os.environ["CACHELEVEL"] = "0"  # a read-only home: compile on every start
     return command
 

@@ -77,7 +77,6 @@ def test_special_tokens_only_where_asked_for(real: EngineTokenizer) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.spec("S1 7.9")
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_stream_never_shows_a_broken_character(real: EngineTokenizer, text: str) -> None:
     stream = real.stream()
