@@ -31,7 +31,8 @@ class Client:
         self.conn = conn
         self.asked: list[int] = []
         self.ended: list[int] = []
-        self.accepted_all = True
+        self.half_line = False
+        """Bytes without newline were sent: what is asked next is the rest of a malformed line."""
         self.error = False
         self.eof = False
 
@@ -71,7 +72,7 @@ class GatewayMachine(RuleBasedStateMachine):
         client = self.pick(data)
         if client.eof or client.conn in self.rig.closing:
             return
-        if not client.busy:
+        if not client.busy and not client.half_line:
             client.asked.append(self.next_id)
         self.rig.ask(client.conn, request_id=self.next_id, **({"events": ["queued"]} if queued else {}))
         self.next_id += 1
@@ -82,6 +83,7 @@ class GatewayMachine(RuleBasedStateMachine):
     def garbage(self, data: st.DataObject, line: bytes) -> None:
         client = self.pick(data)
         if not client.eof:
+            client.half_line = not line.endswith(b"\n")
             self.rig.say(client.conn, line)
             self.observe()
 
