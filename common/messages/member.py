@@ -95,7 +95,7 @@ class SwimNack(Message, frozen=True, kw_only=True, tag=203):
 
 
 class SwimGossip(Message, frozen=True, kw_only=True, tag=204):
-    """Member → member between probes: rumours with budget left. Never answered."""
+    """Member → member between probes: rumours with budget left; accuser → accused each period. Never answered."""
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
     DATAGRAM: ClassVar[bool] = True
@@ -104,7 +104,11 @@ class SwimGossip(Message, frozen=True, kw_only=True, tag=204):
 
 
 class SwimPushPull(Message, frozen=True, kw_only=True, tag=205):
-    """Member → member every 30 s and at join: the whole table. Answered by SwimPushPull with reply=True."""
+    """Member → member every 30 s: the whole table. Answered by SwimPushPull with reply=True.
+
+    A joiner sends it to the main actor of the membership service, each second until answered, and again when that
+    service has a new boot.
+    """
 
     FROM: ClassVar[frozenset[Role]] = _MEMBERS
     DATAGRAM: ClassVar[bool] = True

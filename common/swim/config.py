@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.limits import LINK_SILENT_MS
 
 METADATA_BYTES_MAX = 512  # memberlist's figure: metadata travels in every rumour about its member
-INCARNATION_MAX = 0xFFFF_FFFE  # MemberChanged carries u32; a forged larger one must not make refutation impossible
+INCARNATION_MAX = 0xFFFF_FFFE  # MemberChanged carries u32, and refutation adds one; honest ones stay below a thousand
 MEMBERS_MAX = 2048  # twice the largest simulated cluster; the whole table (300 B each) stays far below one envelope
 NAMES_MAX = 4096
 NAME_BYTES_MAX = 256
