@@ -6,16 +6,18 @@ Pure: no clock, no socket; randomness and time are injected. One bounded FIFO fo
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from common.codec import Message, decode_body, encode_body, tag_of
 from common.effects import Effect, Observed, SendFailed
 from common.limits import MAILBOX_MESSAGES_MAX
 from common.views import Views
+
+if TYPE_CHECKING:
+    import random
 
 SHELL = b""
 """The sender of events that come from outside the actor system (the shell, the node, timers)."""

@@ -41,6 +41,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
     PLANE: ClassVar[Plane] = Plane.CONTROL
     FROM: ClassVar[frozenset[Role]] = ANYONE
+    DATAGRAM: ClassVar[bool] = False
+    """Sent outside the session (plane_seq 0): never retransmitted, never reported as failed."""
 
 
 M = TypeVar("M", bound=Message)

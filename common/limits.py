@@ -15,6 +15,9 @@ LINK_REBUILD_MS_MIN = 250  # after a ZAP refusal libzmq never retries (anchors.m
 LINK_REBUILD_MS_MAX = 5000
 LINK_DOWN_FAILS_SENDS_MS = 5000  # S1 6.11, 10.12: a send fails when the link has been down so long
 
+ADMIT_RESEND_MS = 500  # the relay may be restarting
+BROKER_SILENT_MS = 10_000  # a bound node that pings no more for so long is unbound; its routes are SWIM's business
+
 # --- sessions (common/session.py) -------------------------------------------------------------------------------
 SESSION_WINDOW_MESSAGES = 256  # measured: nothing lost behind a 3 s stall with this window (anchors.md A8)
 SESSION_WINDOW_BYTES = 1024 * 1024
@@ -57,6 +60,7 @@ PROCESS_STOP_GRACE_MS = 2000  # the `shutdown` line, then SIGKILL of the group
 RPC_CLOSED_MS = 1000
 FLUSH_MS = 1500
 SERVICE_STOP_MS = 1500
+EXIT_DRAIN_MS = 1000  # what a process said last (a fault, an exit record) is acknowledged or given up
 LINGER_MS = 500  # 0 can abort the process (anchors.md A5-1), -1 hangs for ever
 
 # --- prompt RPC -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.messages.bus import Delta, MemberEntry, NameEntry, PathEntry, RouteEntry, Snapshot, ViewItem
@@ -88,12 +89,13 @@ class RouteReplica(Replica):
         item = self.items.get(address)
         return item if isinstance(item, RouteEntry) else None
 
+    def entries(self) -> Iterator[RouteEntry]:
+        """All routes."""
+        return (item for item in self.items.values() if isinstance(item, RouteEntry))
+
     def named(self, name: str) -> RouteEntry | None:
         """The main actor of a service by its well-known name, or None while it is not there."""
-        for item in self.items.values():
-            if isinstance(item, RouteEntry) and item.name == name:
-                return item
-        return None
+        return next((route for route in self.entries() if route.name == name), None)
 
 
 class MemberReplica(Replica):

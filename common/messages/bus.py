@@ -14,6 +14,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=1):
     logical_id: the name shown to people ("provisioner", "node 1"); the role itself comes from the key's admission.
     """
 
+    DATAGRAM: ClassVar[bool] = True
     boot: U64
     logical_id: str
     protocol: int = 1
@@ -22,6 +23,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=1):
 class Welcome(Message, frozen=True, kw_only=True, tag=2):
     """Broker → node, the answer to Hello: the connection is bound. A changed boot means that soft state is gone."""
 
+    DATAGRAM: ClassVar[bool] = True
     FROM: ClassVar[frozenset[Role]] = BROKERS
     broker_key: NodeKey
     broker_boot: U64
@@ -32,20 +34,26 @@ class Welcome(Message, frozen=True, kw_only=True, tag=2):
 class Reintroduce(Message, frozen=True, kw_only=True, tag=3):
     """Broker → an unbound connection that said anything but Hello; answered by Hello. The message is dropped."""
 
+    DATAGRAM: ClassVar[bool] = True
     FROM: ClassVar[frozenset[Role]] = BROKERS
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=4):
     """Node → broker, a datagram, when it leaves: its bindings and routes go at once."""
 
+    DATAGRAM: ClassVar[bool] = True
+
 
 class Ping(Message, frozen=True, kw_only=True, tag=5):
     """Node → broker each second and plane, a datagram; answered by Pong. Silence rebuilds the connection."""
+
+    DATAGRAM: ClassVar[bool] = True
 
 
 class Pong(Message, frozen=True, kw_only=True, tag=6):
     """Broker → node, the answer to Ping."""
 
+    DATAGRAM: ClassVar[bool] = True
     FROM: ClassVar[frozenset[Role]] = BROKERS
     broker_boot: U64
     router_boot: U64
@@ -54,10 +62,13 @@ class Pong(Message, frozen=True, kw_only=True, tag=6):
 class Ack(Message, frozen=True, kw_only=True, tag=7):
     """Receiver → sender of a session, a datagram: only the header's ack and boots matter. Never answered."""
 
+    DATAGRAM: ClassVar[bool] = True
+
 
 class Unsupported(Message, frozen=True, kw_only=True, tag=8):
     """Receiver → sender: the tag of message `corr` is unknown here. The sender's actor gets a SendFailed."""
 
+    DATAGRAM: ClassVar[bool] = True
     unknown_tag: int
 
 
@@ -67,6 +78,7 @@ class Undeliverable(Message, frozen=True, kw_only=True, tag=9):
     reason: "unbound" (nobody by that key is here), "refused" (role or source), "full" (the peer does not read).
     """
 
+    DATAGRAM: ClassVar[bool] = True
     FROM: ClassVar[frozenset[Role]] = BROKERS
     reason: str
     dst_node: bytes = b""
@@ -75,6 +87,7 @@ class Undeliverable(Message, frozen=True, kw_only=True, tag=9):
 class StaleRoute(Message, frozen=True, kw_only=True, tag=10):
     """Router → sender, a datagram: the stamp of message `corr` contradicts the route view; owner is the newer one."""
 
+    DATAGRAM: ClassVar[bool] = True
     FROM: ClassVar[frozenset[Role]] = frozenset({Role.ROUTER})
     address: ActorAddress
     owner: bytes = b""
@@ -87,6 +100,7 @@ class Register(Message, frozen=True, kw_only=True, tag=11):
     """
 
     address: ActorAddress
+    boot: U64
     generation: U64
     name: str = ""
 
@@ -219,3 +233,10 @@ class PeerDown(Message, frozen=True, kw_only=True, tag=25):
     node: NodeKey
     boot: U64
     reason: str
+
+
+class NoSuchActor(Message, frozen=True, kw_only=True, tag=26):
+    """Receiving node → sender's node, a datagram: message `corr` came to an actor that is not (any more) here."""
+
+    DATAGRAM: ClassVar[bool] = True
+    address: ActorAddress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from common.addresses import U32, Role
+from common.addresses import U64, Role
 from common.codec import Message
 
 _RESOLVER = frozenset({Role.RESOLVER})
@@ -48,6 +48,6 @@ class ConfigResolved(Message, frozen=True, kw_only=True, tag=53):
     digest: str
     run_dir: str = ""
     relay: bool = False
-    run_id: U32 = 1
-    node_id: U32 = 1
+    run_id: U64 = 1
+    node_id: U64 = 1
     provider: str = "process"

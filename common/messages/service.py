@@ -31,6 +31,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=42):
     """Orchestrator → provisioner, gateway and agents each 5 s, a datagram. A holder whose lease ends stops itself."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    DATAGRAM: ClassVar[bool] = True
     ttl_ms: U32
 
 

@@ -1,0 +1,280 @@
+"""The broker core: bindings, admission and the forwarding rules of design.md 3. Router and relay are its deployments.
+
+It decodes headers only, keeps no queue and guarantees nothing: reliability is the sessions' business. Pure: frames in,
+(target, verdict) out, so that the hot path makes one tuple and no effect objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from common.addresses import BROKERS, NO_RUN, Plane, Role
+from common.codec import (
+    BadEnvelope,
+    Message,
+    catalogue,
+    decode_body,
+    decode_envelope,
+    decode_header,
+    encode_body,
+    tag_of,
+)
+from common.envelope import ENVELOPE_VERSION, Envelope, Header
+from common.limits import BROKER_SILENT_MS
+from common.messages.bus import (
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Reintroduce,
+    StaleRoute,
+    Undeliverable,
+    Welcome,
+)
+
+HELLO, GOODBYE, PING = tag_of(Hello), tag_of(Goodbye), tag_of(Ping)
+LOCAL = b"\x00local"
+"""Target: the broker's own node."""
+UPLINK = b"\x00uplink"
+"""Target: the other broker (the router's DEALER to the relay)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a key may be; the run fields are for people and for worker keys."""
+
+    role: Role
+    run: bytes = NO_RUN
+    node_id: int = 0
+    logical_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBound:
+    """Event for the broker's own actor: a node said Hello with this boot on the control plane."""
+
+    key: bytes
+    boot: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """Event for the broker's own actor. reason: "goodbye" | "revoked" | "silent"."""
+
+    key: bytes
+    boot: int
+    reason: str
+
+
+Verdict = str
+"""forwarded | local | unbound | refused | reintroduce | bad | stale; the shell adds full and gone after the send."""
+
+
+class Broker:
+    """One deployment. `admitted` is the single source of what a key may do, checked with (tag, role) on each message."""
+
+    def __init__(self, key: bytes, boot: int, role: Role, admitted: Mapping[bytes, Admission]) -> None:
+        self.key, self.boot, self.role = key, boot, role
+        self.router_key = key if role is Role.ROUTER else b""
+        self.router_boot = boot if role is Role.ROUTER else 0
+        self.admitted: dict[bytes, Admission] = dict(admitted)
+        self.owners: dict[bytes, bytes] = {}
+        """The router's route view, actor → node: rule 6. Empty at a relay."""
+        self.beyond: set[bytes] = set()
+        """Nodes that the other broker lists (router: nodes at the relay): rule 5."""
+        self.out: list[tuple[bytes, Plane, bytes]] = []
+        """Frames of the broker's own: (conn, plane, data)."""
+        self.events: list[NodeBound | NodeGone] = []
+        self._conn_of: dict[tuple[Plane, bytes], bytes] = {}
+        self._key_of: dict[tuple[Plane, bytes], bytes] = {}
+        self._boot_of: dict[bytes, int] = {}
+        self._heard_ms: dict[bytes, int] = {}
+        self._senders: dict[int, frozenset[Role]] = {tag: cls.FROM for tag, cls in catalogue().items()}
+        self._sequence = 0
+
+    # --- admission --------------------------------------------------------------------------------------------
+    def admits(self, key: bytes) -> bool:
+        """ZAP's question."""
+        return key in self.admitted
+
+    def admit(self, key: bytes, admission: Admission) -> None:
+        """Let a key in."""
+        self.admitted[key] = admission
+
+    def revoke(self, key: bytes) -> None:
+        """Out, at once: libzmq keeps an established connection, so its bindings go here (anchors.md A5-4)."""
+        self.admitted.pop(key, None)
+        self._forget(key, "revoked")
+
+    def _forget(self, key: bytes, reason: str) -> None:
+        for plane in Plane:
+            if conn := self._conn_of.pop((plane, key), None):
+                self._key_of.pop((plane, conn), None)
+        self._heard_ms.pop(key, None)
+        if (boot := self._boot_of.pop(key, None)) is not None:
+            self.events.append(NodeGone(key, boot, reason))
+
+    def bound(self) -> list[NodeBound]:
+        """Every node bound here, for a router that starts anew."""
+        return [
+            NodeBound(key, boot, self.admitted[key].role) for key, boot in self._boot_of.items() if key in self.admitted
+        ]
+
+    def tick(self, now_ms: int) -> None:
+        """Forget nodes that have been silent on the control plane."""
+        for key, heard in list(self._heard_ms.items()):
+            if now_ms - heard > BROKER_SILENT_MS:
+                self._forget(key, "silent")
+
+    # --- frames -----------------------------------------------------------------------------------------------
+    def on_frame(
+        self, plane: Plane, conn: bytes, key: Callable[[], bytes], data: bytes, now_ms: int
+    ) -> tuple[bytes | None, Verdict]:
+        """A frame of a connection. key: reads its CURVE key of the handshake, asked only while it is unbound.
+
+        Returns (target, verdict): target is a connection on the same plane, LOCAL, UPLINK or None for a drop.
+        """
+        try:
+            header = decode_header(data)
+        except BadEnvelope:
+            return None, "bad"
+        source = self._key_of.get((plane, conn))
+        if source is None:
+            peer = key()
+            if header.tag == HELLO:
+                return self._hello(plane, conn, peer, data, now_ms)
+            if self.admits(peer):
+                self._reply(conn, plane, peer, Reintroduce(), header.id)
+            return None, "reintroduce"
+        admission = self.admitted[source]
+        if plane is Plane.CONTROL:
+            self._heard_ms[source] = now_ms
+        if header.src_node != source and admission.role not in BROKERS:
+            return self._undeliverable(conn, plane, header, source, "refused")
+        allowed = self._senders.get(header.tag)
+        if allowed is not None and header.src_node == source and admission.role not in allowed:
+            return self._undeliverable(conn, plane, header, source, "refused")
+        if header.dst_node == self.key:
+            if header.tag == HELLO:
+                return self._hello(plane, conn, source, data, now_ms)
+            if header.tag == PING:
+                self._reply(conn, plane, source, self._pong(), header.id)
+                return None, "local"
+            if header.tag == GOODBYE:
+                self._forget(source, "goodbye")
+                return None, "local"
+            return LOCAL, "local"
+        return self._forward(conn, plane, header, source)
+
+    def from_uplink(self, plane: Plane, data: bytes) -> tuple[bytes | None, Verdict]:
+        """A frame that the other broker forwarded to this one (router: from the relay)."""
+        try:
+            header = decode_header(data)
+        except BadEnvelope:
+            return None, "bad"
+        if header.dst_node == self.key:
+            return LOCAL, "local"
+        return self._forward(UPLINK, plane, header, header.src_node)
+
+    def from_local(self, plane: Plane, data: bytes) -> tuple[bytes | None, Verdict]:
+        """A frame of the broker's own node."""
+        header = decode_header(data)
+        if header.dst_node == self.key:
+            return LOCAL, "local"
+        return self._forward(LOCAL, plane, header, self.key)
+
+    def _forward(self, conn: bytes, plane: Plane, header: Header, source: bytes) -> tuple[bytes | None, Verdict]:
+        owner = self.owners.get(header.dst)
+        if owner is not None and owner != header.dst_node and header.dst != header.dst_node:
+            self._reply(conn, plane, source, StaleRoute(address=header.dst, owner=owner), header.id)
+            return None, "stale"
+        target = self._conn_of.get((plane, header.dst_node))
+        if target is not None:
+            return target, "forwarded"
+        if self.role is Role.RELAY:
+            uplink = self._conn_of.get((plane, self.router_key))
+            if uplink is not None and uplink != conn:
+                return uplink, "forwarded"
+        elif header.dst_node in self.beyond and conn is not UPLINK:
+            return UPLINK, "forwarded"
+        return self._undeliverable(conn, plane, header, source, "unbound")
+
+    def _undeliverable(
+        self, conn: bytes, plane: Plane, header: Header, source: bytes, reason: str
+    ) -> tuple[bytes | None, Verdict]:
+        if header.plane_seq:
+            self._reply(conn, plane, source, Undeliverable(reason=reason, dst_node=header.dst_node), header.id)
+        return None, reason
+
+    def _hello(self, plane: Plane, conn: bytes, key: bytes, data: bytes, now_ms: int) -> tuple[bytes | None, Verdict]:
+        admission = self.admitted.get(key)
+        if admission is None:
+            return None, "refused"
+        try:
+            envelope = decode_envelope(data)
+            hello = decode_body(envelope.tag, envelope.body)
+        except BadEnvelope:
+            return None, "bad"
+        if envelope.src_node != key or not isinstance(hello, Hello):
+            return None, "refused"
+        known = self._boot_of.get(key, 0)
+        if hello.boot < known:
+            return None, "stale"
+        if (older := self._conn_of.get((plane, key))) is not None:
+            self._key_of.pop((plane, older), None)
+        self._conn_of[plane, key] = conn
+        self._key_of[plane, conn] = key
+        if self.role is Role.RELAY and admission.role is Role.ROUTER:
+            self.router_key, self.router_boot = key, hello.boot
+        elif self.role is Role.RELAY and not self.router_key:
+            # A Welcome names the router; before it is here, the node asks again in 250 ms.
+            self._conn_of.pop((plane, key))
+            self._key_of.pop((plane, conn))
+            return None, "refused"
+        if plane is Plane.CONTROL:
+            self._heard_ms[key] = now_ms
+        if hello.boot != known:
+            self._boot_of[key] = hello.boot
+            self.events.append(NodeBound(key, hello.boot, admission.role))
+        welcome = Welcome(
+            broker_key=self.key,
+            broker_boot=self.boot,
+            router_key=self.router_key,
+            router_boot=self.router_boot,
+        )
+        self._reply(conn, plane, key, welcome, envelope.id)
+        return None, "local"
+
+    def _pong(self) -> Pong:
+        return Pong(broker_boot=self.boot, router_boot=self.router_boot)
+
+    def _reply(self, conn: bytes, plane: Plane, to: bytes, message: Message, corr: int) -> None:
+        """A datagram of the broker itself; src_boot 0 tells it from the traffic of the broker's own node."""
+        self._sequence += 1
+        envelope = Envelope(
+            ENVELOPE_VERSION,
+            tag_of(type(message)),
+            self._sequence,
+            NO_RUN,
+            self.key,
+            0,
+            self.key,
+            to,
+            0,
+            to,
+            corr,
+            0,
+            0,
+            0,
+            msgspec.Raw(encode_body(message)),
+        )
+        self.out.append((conn, plane, msgspec.msgpack.encode(envelope)))
+
+    def check(self) -> None:
+        """Invariants: both binding tables mirror each other, and only admitted keys are bound."""
+        assert {(plane, conn): key for (plane, key), conn in self._conn_of.items()} == self._key_of
+        assert all(key in self.admitted for _, key in self._conn_of)

@@ -1,0 +1,303 @@
+"""The one place that imports zmq: sockets, CURVE, ZAP and monitors. It moves bytes and decides nothing (design.md 3).
+
+Socket rules and their reasons: anchors.md A4-A8. One body frame; ROUTER_MANDATORY; linger and explicit close order; the
+high-water mark is a fuse; nobody sets ROUTING_ID; one thread owns every socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from common.addresses import Plane
+from common.limits import ENVELOPE_BYTES_MAX, LINGER_MS
+
+if zmq.zmq_version_info() < (4, 3, 5):
+    raise RuntimeError(f"libzmq {zmq.zmq_version()} has known defects in CURVE; 4.3.5 or newer is needed")
+
+HWM = {Plane.CONTROL: 1000, Plane.PROMPT: 2000, Plane.EDGE: 2000, Plane.STREAM: 10_000}
+HANDSHAKE_MS = 5000
+RECONNECT_MS, RECONNECT_MS_MAX = 100, 2000
+DRAIN_FRAMES_MAX = 200
+"""Frames taken from one socket before the next plane has its turn."""
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+# Refusals arrive as these monitor events; libzmq does not retry after them (anchors.md A5-3).
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair, 32 raw bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public[:8].hex()}…)"
+
+
+def mint_keypair() -> KeyPair:
+    """A fresh key pair from libzmq's generator."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(z85.decode(public), z85.decode(secret))
+
+
+def public_of(secret: bytes) -> bytes:
+    """The public key of a secret key."""
+    return z85.decode(zmq.curve_public(z85.encode(secret)))
+
+
+class Bus:
+    """The context and poller of one process."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context(1)
+        self.poller = zmq.Poller()
+
+    def close(self) -> None:
+        """After all sockets are closed: give what was sent its linger, then end."""
+        self.context.term()
+
+
+def _common(socket: zmq.Socket[bytes], plane: Plane, keys: KeyPair) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HWM[plane])
+    socket.setsockopt(zmq.RCVHWM, HWM[plane])
+    socket.setsockopt(zmq.MAXMSGSIZE, ENVELOPE_BYTES_MAX)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+
+
+def _wan(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Keepalive for NAT tables, heartbeats for half-open TCP; never a sign that the peer's program is alive."""
+    if not endpoint.startswith("tcp:"):
+        return
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+
+
+class Dealers:
+    """The dialling side: one DEALER per plane towards one broker."""
+
+    def __init__(self, bus: Bus, endpoints: Mapping[Plane, str], broker_key: bytes, keys: KeyPair) -> None:
+        self._bus, self._endpoints, self._broker_key, self._keys = bus, dict(endpoints), broker_key, keys
+        self._sockets: dict[Plane, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Plane, zmq.Socket[bytes]] = {}
+        for plane in self._endpoints:
+            self._open(plane)
+
+    def _open(self, plane: Plane) -> None:
+        socket = self._bus.context.socket(zmq.DEALER)
+        _common(socket, plane, self._keys)
+        _wan(socket, self._endpoints[plane])
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self._broker_key))
+        monitor = socket.get_monitor_socket(_REFUSALS)
+        socket.connect(self._endpoints[plane])
+        self._sockets[plane], self._monitors[plane] = socket, monitor
+        self._bus.poller.register(socket, zmq.POLLIN)
+        self._bus.poller.register(monitor, zmq.POLLIN)
+
+    def _close(self, plane: Plane, linger_ms: int) -> None:
+        socket, monitor = self._sockets.pop(plane), self._monitors.pop(plane)
+        self._bus.poller.unregister(socket)
+        self._bus.poller.unregister(monitor)
+        socket.disable_monitor()
+        monitor.close(0)
+        socket.close(linger_ms)
+
+    def reset(self, plane: Plane) -> None:
+        """A new socket: libzmq never retries after a refused handshake."""
+        self._close(plane, LINGER_MS)
+        self._open(plane)
+
+    def send(self, plane: Plane, frame: bytes) -> bool:
+        """False: the socket takes nothing now (not connected, or full); sessions retransmit."""
+        try:
+            self._sockets[plane].send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, on_frame: Callable[[Plane, bytes], None]) -> bool:
+        """Drain every plane in order, at most DRAIN_FRAMES_MAX each. True if some plane may hold more."""
+        more = False
+        for plane, socket in self._sockets.items():
+            for _ in range(DRAIN_FRAMES_MAX):
+                try:
+                    on_frame(plane, socket.recv(zmq.DONTWAIT))
+                except zmq.Again:
+                    break
+            else:
+                more = True
+        return more
+
+    def refused(self) -> list[Plane]:
+        """Planes whose handshake was refused since the last call."""
+        found: list[Plane] = []
+        for plane, monitor in self._monitors.items():
+            while monitor.poll(0):
+                recv_monitor_message(monitor)
+                if plane not in found:
+                    found.append(plane)
+        return found
+
+    def close(self) -> None:
+        """Close all, with linger."""
+        for plane in list(self._sockets):
+            self._close(plane, LINGER_MS)
+
+
+class BrokerSockets:
+    """The binding side: a ROUTER per plane, the tap and the ZAP handler."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        endpoints: Mapping[Plane, Iterable[str]],
+        tap: str,
+        keys: KeyPair,
+        admits: Callable[[bytes], bool],
+    ) -> None:
+        self._bus, self._admits = bus, admits
+        self._zap = bus.context.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind(ZAP_ENDPOINT)
+        bus.poller.register(self._zap, zmq.POLLIN)
+        self._routers: dict[Plane, zmq.Socket[bytes]] = {}
+        self.bound: dict[Plane, list[str]] = {}
+        for plane, addresses in endpoints.items():
+            socket = bus.context.socket(zmq.ROUTER)
+            _common(socket, plane, keys)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"swactor-mq")
+            self.bound[plane] = []
+            for address in addresses:
+                _wan(socket, address)
+                socket.bind(address)
+                self.bound[plane].append(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
+            self._routers[plane] = socket
+            bus.poller.register(socket, zmq.POLLIN)
+        self._tap = bus.context.socket(zmq.XPUB)
+        self._tap.setsockopt(zmq.LINGER, 0)
+        self._tap.setsockopt(zmq.SNDHWM, 10_000)
+        self._tap.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._tap.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+        self._tap.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+        self._tap.setsockopt(zmq.CURVE_SERVER, 1)
+        self._tap.setsockopt(zmq.ZAP_DOMAIN, b"swactor-mq")
+        self._tap.bind(tap)
+        self.tap_endpoint = self._tap.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        bus.poller.register(self._tap, zmq.POLLIN)
+        self._tapped = False
+
+    @property
+    def tapped(self) -> bool:
+        """Whether anybody listens at the tap: mirroring costs nothing otherwise."""
+        return self._tapped
+
+    def answer_zap(self) -> None:
+        """Answer every pending handshake: the key is admitted or not (RFC 27)."""
+        while True:
+            try:
+                version, request, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart(
+                    zmq.DONTWAIT
+                )
+            except zmq.Again:
+                return
+            key = credentials[0] if credentials and mechanism == b"CURVE" else b""
+            ok = len(key) == 32 and self._admits(key)
+            status, text, user = (b"200", b"OK", key.hex().encode()) if ok else (b"400", b"not admitted", b"")
+            self._zap.send_multipart([version, request, status, text, user, b""])
+
+    def receive(self, on_frame: Callable[[Plane, bytes, bytes, Callable[[], bytes]], None]) -> bool:
+        """Drain every plane in order: on_frame(plane, conn, data, key) with key() reading the handshake's key."""
+        more = False
+        for plane, socket in self._routers.items():
+            for _ in range(DRAIN_FRAMES_MAX):
+                try:
+                    frames = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                except zmq.Again:
+                    break
+                if len(frames) == 2:
+                    on_frame(plane, frames[0].bytes, frames[1].bytes, lambda frame=frames[1]: _user_key(frame))
+            else:
+                more = True
+        return more
+
+    def send(self, plane: Plane, conn: bytes, frame: bytes) -> str:
+        """ "" when accepted, "full" when the peer does not read, "gone" when the connection is no more."""
+        try:
+            self._routers[plane].send_multipart([conn, frame], zmq.DONTWAIT)
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return "gone"
+            raise
+        return ""
+
+    def mirror(self, record: bytes) -> None:
+        """Publish to the tap; a slow tap loses, nobody waits."""
+        self._tap.send(record, zmq.DONTWAIT)
+
+    def drain_tap(self) -> None:
+        """Read subscriptions: the tap is on while there is at least one."""
+        while True:
+            try:
+                message = self._tap.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._tapped = bool(message[:1] == b"\1") or self._tapped
+
+    def close(self) -> None:
+        """Routers first with linger, then tap, then ZAP."""
+        for socket in (*self._routers.values(), self._tap, self._zap):
+            self._bus.poller.unregister(socket)
+            socket.close()
+
+
+def _user_key(frame: zmq.Frame) -> bytes:
+    """The key that ZAP admitted this connection with."""
+    try:
+        user = frame.get("User-Id")
+        return bytes.fromhex(user if isinstance(user, str) else str(user))
+    except (zmq.ZMQError, ValueError):
+        return b""
+
+
+class TapReader:
+    """The listening side of a tap, for `tools/tap`: SUB with the tap's own key."""
+
+    def __init__(self, endpoint: str, broker_key: bytes, keys: KeyPair) -> None:
+        self.context = zmq.Context(1)
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 100_000)
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(broker_key))
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.connect(endpoint)
+
+    def read(self, timeout_ms: int) -> bytes | None:
+        """One record, or None after timeout_ms."""
+        return self.socket.recv() if self.socket.poll(timeout_ms) else None
+
+    def close(self) -> None:
+        """End."""
+        self.socket.close(0)
+        self.context.term()

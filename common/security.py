@@ -1,0 +1,205 @@
+"""Keys, the allow-list and the bus files (design.md 2): `python -m common.security init DIR` writes them all.
+
+Write access to that 0700 directory is the trust: who can read a key file there may be that service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.addresses import SERVICES, Plane, Role
+from common.bus import KeyPair, mint_keypair, public_of
+
+SOCKET_PATH_BYTES_MAX = 100  # AF_UNIX allows 107; a path over it fails in libzmq with an unhelpful errno
+
+
+class SecurityError(ValueError):
+    """Keys, a bus file or the run directory are unusable; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BusFile:
+    """What a process needs to join: its role and key, its door broker, and where the run's files are.
+
+    For a broker, `endpoints` are what it binds, `allow` the static keys by role, `uplink` (router only) the relay's
+    endpoints and key.
+    """
+
+    role: Role
+    logical_id: str
+    run_dir: Path
+    broker_key: bytes
+    endpoints: dict[Plane, str]
+    keys: KeyPair
+    tap: str = ""
+    allow: dict[bytes, Role] = field(default_factory=dict)
+    uplink_key: bytes = b""
+    uplink_endpoints: dict[Plane, str] = field(default_factory=dict)
+    worker_key: bytes = b""
+    worker_endpoints: dict[Plane, str] = field(default_factory=dict)
+
+    @property
+    def secrets_dir(self) -> Path:
+        """Where the resolver puts secret files (0600)."""
+        return self.run_dir / "secrets"
+
+    @property
+    def nodes_dir(self) -> Path:
+        """Where the provisioner puts launch files."""
+        return self.run_dir / "nodes"
+
+
+def planes_to_json(endpoints: dict[Plane, str]) -> dict[str, str]:
+    """By plane name."""
+    return {plane.name.lower(): endpoint for plane, endpoint in endpoints.items()}
+
+
+def planes_from_json(value: dict[str, str]) -> dict[Plane, str]:
+    """The inverse of planes_to_json. Raises KeyError for an unknown plane."""
+    return {Plane[name.upper()]: endpoint for name, endpoint in value.items()}
+
+
+def read_secret_file(path: Path) -> bytes:
+    """The bytes of a private file. Raises SecurityError if others can read it."""
+    try:
+        mode = path.stat().st_mode
+        data = path.read_bytes()
+    except OSError as error:
+        raise SecurityError(f"{path}: {error.strerror}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecurityError(f"{path}: others can read this key file; run chmod 600 on it")
+    return data
+
+
+def read_bus_file(path: Path) -> BusFile:
+    """Parse a bus file. Raises SecurityError with one sentence."""
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        directory = path.parent.parent
+        secret = bytes.fromhex(read_secret_file(directory / raw["key_file"]).decode().strip())
+        return BusFile(
+            role=Role(raw["role"]),
+            logical_id=raw["logical_id"],
+            run_dir=directory,
+            broker_key=bytes.fromhex(raw["broker_key"]),
+            endpoints=planes_from_json(raw["endpoints"]),
+            keys=KeyPair(public_of(secret), secret),
+            tap=raw.get("tap", ""),
+            allow={bytes.fromhex(key): Role(role) for key, role in raw.get("allow", {}).items()},
+            uplink_key=bytes.fromhex(raw.get("uplink_key", "")),
+            uplink_endpoints=planes_from_json(raw.get("uplink_endpoints", {})),
+            worker_key=bytes.fromhex(raw.get("worker_key", "")),
+            worker_endpoints=planes_from_json(raw.get("worker_endpoints", {})),
+        )
+    except OSError as error:
+        raise SecurityError(f"bus file {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, SecurityError):
+            raise
+        raise SecurityError(
+            f"bus file {path} is damaged ({error}); write it anew with python -m common.security"
+        ) from None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Create or replace a 0600 file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+    temporary.rename(path)
+
+
+def init(directory: Path, *, relay: bool) -> dict[Role, Path]:
+    """Write keys/, bus/, secrets/ and nodes/ below a run directory; returns the bus file of each service.
+
+    All endpoints are ipc sockets in the directory: nothing listens on a network. Workers dial the relay when there is
+    one, else the router. Raises SecurityError when the directory cannot hold sockets or cannot be written.
+    """
+    longest = directory / "relay-control.sock"
+    if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
+        raise SecurityError(
+            f"run directory {directory} is too long for sockets ({len(os.fsencode(longest))} bytes, at most "
+            f"{SOCKET_PATH_BYTES_MAX}); set [runtime] run_dir to a shorter path"
+        )
+    try:
+        for name in ("", "keys", "bus", "secrets", "nodes"):
+            (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _write(directory, relay)
+    except OSError as error:
+        raise SecurityError(f"run directory {directory} is not writable: {error.strerror}") from None
+
+
+def _write(directory: Path, relay: bool) -> dict[Role, Path]:
+    roles = sorted((SERVICES | {Role.TAP}) - (set() if relay else {Role.RELAY}))
+    pairs: dict[Role, KeyPair] = {}
+    for role in roles:
+        path = directory / "keys" / f"{role}.key"
+        if path.exists():
+            secret = bytes.fromhex(read_secret_file(path).decode().strip())
+            pairs[role] = KeyPair(public_of(secret), secret)
+        else:
+            pairs[role] = mint_keypair()
+            write_private(path, pairs[role].secret.hex().encode() + b"\n")
+    router = _sockets(directory, "router")
+    door = _sockets(directory, "relay") if relay else router
+    files: dict[Role, Path] = {}
+    for role in roles:
+        content: dict[str, Any] = {
+            "role": role,
+            "logical_id": role.value,
+            "key_file": f"keys/{role}.key",
+            "broker_key": pairs[Role.ROUTER].public.hex(),
+            "endpoints": planes_to_json(router),
+            "tap": f"ipc://{directory}/router-tap.sock",
+        }
+        if role is Role.PROVISIONER:
+            content["worker_key"] = pairs[Role.RELAY if relay else Role.ROUTER].public.hex()
+            content["worker_endpoints"] = planes_to_json(door)
+        if role is Role.ROUTER:
+            content["allow"] = {pairs[other].public.hex(): other for other in roles if other is not Role.RELAY}
+            if relay:
+                content["uplink_key"] = pairs[Role.RELAY].public.hex()
+                content["uplink_endpoints"] = planes_to_json(door)
+        if role is Role.RELAY:
+            content["broker_key"] = pairs[Role.RELAY].public.hex()
+            content["endpoints"] = planes_to_json(door)
+            content["tap"] = f"ipc://{directory}/relay-tap.sock"
+            content["allow"] = {pairs[other].public.hex(): other for other in (Role.ROUTER, Role.TAP, Role.RELAY)}
+        files[role] = directory / "bus" / f"{role}.json"
+        write_private(files[role], json.dumps(content, indent=1).encode() + b"\n")
+    return files
+
+
+def _sockets(directory: Path, name: str) -> dict[Plane, str]:
+    return {plane: f"ipc://{directory}/{name}-{plane.name.lower()}.sock" for plane in Plane}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m common.security init DIR [--relay]`."""
+    args = sys.argv[1:] if argv is None else argv
+    relay = "--relay" in args
+    args = [arg for arg in args if arg != "--relay"]
+    if len(args) != 2 or args[0] != "init":
+        print("usage: python -m common.security init DIR [--relay]", file=sys.stderr)
+        return 1
+    try:
+        files = init(Path(args[1]).absolute(), relay=relay)
+    except SecurityError as error:
+        print(f"security: {error}", file=sys.stderr)
+        return 1
+    for path in files.values():
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
