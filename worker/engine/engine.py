@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.gguf import GgufFile, ModelHeader
+from worker.engine import tinygrad_shim
 from worker.engine.chat_template import ChatTemplate
 from worker.engine.errors import ChatTemplateError, EngineError
 from worker.engine.generate import Generation
@@ -50,7 +51,13 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_context = model.max_context
         self._file = file
-        self._template: ChatTemplate | None = None
+        self._template: ChatTemplate | ChatTemplateError | None = None
+        if header.has_chat_template:
+            try:
+                source = str(file.metadata["tokenizer.chat_template"])
+                self._template = ChatTemplate(source, tokenizer.bos_text, tokenizer.eos_text)
+            except ChatTemplateError as error:
+                self._template = error  # raw prompts still work; who wants the template is told
 
     @classmethod
     def load(
@@ -99,11 +106,10 @@ class Engine:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation. Raises ChatTemplateError."""
-        if not self.has_chat_template:
-            raise ChatTemplateError("this model has no chat template; send raw text instead of messages")
         if self._template is None:
-            source = self._file.metadata["tokenizer.chat_template"]
-            self._template = ChatTemplate(str(source), self.tokenizer.bos_text, self.tokenizer.eos_text)
+            raise ChatTemplateError("this model has no chat template; send raw text instead of messages")
+        if isinstance(self._template, ChatTemplateError):
+            raise ChatTemplateError(str(self._template))
         return self._template.render(messages, add_generation_prompt)
 
     def prompt_ids(
@@ -135,4 +141,7 @@ class Engine:
         return Generation(self, self.tokenizer, prompt_ids, max_tokens, sampling, stop, tick)
 
     def close(self) -> None:
+        """Give the memory back; nothing of this engine may be used afterwards."""
+        del self.model
         self._file.close()
+        tinygrad_shim.release_memory()

@@ -8,7 +8,6 @@ process answers at once and the import counts as progress.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -48,6 +47,7 @@ from worker.engine.progress import CoalescedProgress, Phase, ProgressPage
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
+    from worker.engine.generate import Generation
     from worker.engine.sampler import Sampling
     from worker.engine.tokenizer import StreamDecoder
 
@@ -172,13 +172,11 @@ class EngineProcess:
         )
 
     def _infer(self, message: EngineInfer) -> None:
-        from worker.engine.generate import Finished
-
         request_id, engine = message.request_id, self._engine
+        self._page.enter(Phase.PREFILL_OR_DECODE)
         try:
             if engine is None:
                 raise EngineError(NOT_LOADED)
-            self._page.enter(Phase.PREFILL_OR_DECODE)
             generation = engine.generate(
                 _prompt_ids(engine, message),
                 max_tokens=message.max_tokens or None,
@@ -188,35 +186,32 @@ class EngineProcess:
             )
         except EngineError as error:
             self._port.send(EngineFault(request_id=request_id, error=_one_sentence(error)))
-            return
-        finally:
-            self._page.enter(Phase.IDLE)
-        self._page.enter(Phase.PREFILL_OR_DECODE)
+        else:
+            self._generate(request_id, generation)
+        self._page.enter(Phase.IDLE)
+
+    def _generate(self, request_id: int, generation: Generation) -> None:
+        """Step by step, so that a cancel takes effect within one chunk or token."""
+        from worker.engine.generate import Finished
+
         while not generation.finished:
             if self._mailbox.is_cancelled(request_id):
                 generation.cancel()
             for event in generation.step():
-                if isinstance(event, Finished):
-                    self._finish(request_id, event)
-                else:
-                    tokens = len(event.token_ids)
-                    self._port.send(TokenDelta(request_id=request_id, text=event.text, tokens=tokens))
-        self._page.enter(Phase.IDLE)
-
-    def _finish(self, request_id: int, event: object) -> None:
-        from worker.engine.generate import Finished
-
-        assert isinstance(event, Finished)
-        self._port.send(
-            EngineDone(
-                request_id=request_id,
-                final_text=event.final_text,
-                tokens_generated=event.tokens_generated,
-                elapsed_ms=round(event.elapsed_s * 1000),
-                prompt_tokens=event.prompt_tokens,
-                finish_reason=event.finish_reason,
-            )
-        )
+                if not isinstance(event, Finished):
+                    delta = TokenDelta(request_id=request_id, text=event.text, tokens=len(event.token_ids))
+                    self._port.send(delta)
+                    continue
+                self._port.send(
+                    EngineDone(
+                        request_id=request_id,
+                        final_text=event.final_text,
+                        tokens_generated=event.tokens_generated,
+                        elapsed_ms=round(event.elapsed_s * 1000),
+                        prompt_tokens=event.prompt_tokens,
+                        finish_reason=event.finish_reason,
+                    )
+                )
 
     def _release(self, _message: ReleaseRun) -> None:
         self._drop_engine()
@@ -232,8 +227,6 @@ class EngineProcess:
             self._page.enter(Phase.RELEASING)
             engine, self._engine = self._engine, None
             engine.close()
-            del engine
-            gc.collect()
         self._page.enter(Phase.IDLE)
 
     # -- tokenizer work, on the port thread ----------------------------------------------------------------

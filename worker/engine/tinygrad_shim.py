@@ -11,6 +11,7 @@ and compiler, and a home directory shared between machines cannot hand out illeg
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.util
 import os
@@ -160,6 +161,12 @@ def read(tensor: Tensor, count: int) -> npt.NDArray[np.float32]:
     """The first `count` float32 values of a realised tensor, as an own copy. Waits for the device."""
     buffer = tensor.uop.buffer.view(count, dtypes.float32, 0).ensure_allocated()
     return np.frombuffer(buffer.as_memoryview(), np.float32, count).copy()
+
+
+def release_memory() -> None:
+    """Hand freed buffers back to the system: tinygrad keeps them for reuse otherwise."""
+    gc.collect()
+    Device[device_name()].allocator.free_cache()
 
 
 # -- kernels -------------------------------------------------------------------------------------------------

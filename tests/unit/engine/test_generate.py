@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from common.gguf import GgufFile
-from tests.unit.engine.tiny_model import TinySpec, write_model
+from common.gguf_quants import dequantise
+from tests.unit.engine.tiny_model import TinySpec, log_softmax, reference_logits, write_model
 from worker.engine.engine import Engine
 from worker.engine.errors import EngineError
 from worker.engine.generate import Finished, Generation, TokenText
@@ -156,3 +157,48 @@ def test_the_context_of_the_real_model_ends_with_its_reason(smollm: Engine) -> N
     ids = (smollm.encode("The cat sat on the mat. ", False) * 100)[:500]
     end = last(list(smollm.generate(ids).events()))
     assert end.finish_reason in ("context", "stop") and end.tokens_generated <= 12
+
+
+PROMPTS = (
+    "Explain why the sky is blue.",
+    "def fibonacci(n):",
+)
+
+
+@pytest.fixture(scope="module")
+def float_weights(smollm: Engine) -> dict[str, np.ndarray]:
+    return {name: dequantise(smollm._file, name) for name in smollm._file.tensors}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_real_model_computes_what_float32_computes(
+    smollm: Engine, float_weights: dict[str, np.ndarray], prompt: str
+) -> None:
+    """Teacher-forced over 64 of its own tokens: the figures of reference/engine.md 6, but a tenth of the limit."""
+    ids = smollm.prompt_ids(prompt)
+    rows = []
+    logits = smollm.logits(ids[:32], 0)
+    for at in range(32, len(ids)):
+        logits = smollm.logits([ids[at]], at)
+    sequence = list(ids)
+    for _ in range(64):
+        rows.append(logits)
+        sequence.append(int(logits.argmax()))
+        logits = smollm.logits([sequence[-1]], len(sequence) - 1)
+    h = smollm.header
+    spec = TinySpec(
+        layers=h.block_count,
+        width=h.embedding_length,
+        ffn=h.feed_forward_length,
+        heads=h.head_count,
+        kv_heads=h.head_count_kv,
+        eps=h.rms_eps,
+        theta=h.rope_theta,
+    )
+    expected = reference_logits(spec, float_weights, sequence)[len(ids) - 1 : -1]
+    ours = np.stack(rows)
+    assert int((ours.argmax(-1) == expected.argmax(-1)).sum()) >= 63
+    top = np.argsort(-expected, axis=-1)[:, :5]
+    difference = np.take_along_axis(log_softmax(ours), top, 1) - np.take_along_axis(log_softmax(expected), top, 1)
+    assert float(np.sqrt((difference**2).mean())) < 0.02
