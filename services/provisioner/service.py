@@ -55,5 +55,7 @@ def cleanup(environment: Mapping[str, str]) -> int:
         return 1
     for problem in done.problems:
         sys.stderr.write(f"provisioner: {problem}\n")
-    sys.stderr.write(f"provisioner: {done.stopped} workers of an earlier run stopped\n")
+    sys.stderr.write(
+        f"provisioner: {done.stopped} worker{'' if done.stopped == 1 else 's'} of an earlier run stopped\n"
+    )
     return 1 if done.problems else 0

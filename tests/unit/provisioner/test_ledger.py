@@ -149,7 +149,8 @@ def test_what_a_living_instance_has_started_is_left_alone(
 def test_a_process_that_is_not_provably_the_worker_lives_on(
     tmp_path: Path, innocent: Callable[..., subprocess.Popen[bytes]], wrong: str
 ) -> None:
-    child = innocent(mark="of-somebody-else" if wrong == "mark" else "")
+    # In another boot even the right mark proves nothing: it is only looked for in this one.
+    child = innocent(mark={"mark": "of-somebody-else", "boot_id": "h"}.get(wrong, ""))
     started = processes.start_time(child.pid) or 0
     boot = "another-boot" if wrong == "boot_id" else processes.boot_id()
     ledger = Ledger(tmp_path, "dead")
@@ -161,6 +162,19 @@ def test_a_process_that_is_not_provably_the_worker_lives_on(
     done = reconcile(tmp_path, stopper())
     assert (done.stopped, done.problems, files(tmp_path)) == (0, [], [])
     assert child.poll() is None
+
+
+def test_where_the_mark_cannot_be_read_pid_and_start_time_decide(
+    innocent: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = innocent()
+    started = processes.start_time(child.pid) or 0
+    monkeypatch.setattr(processes, "marks_of", lambda _: None)
+    assert not processes.kill_identified(child.pid, started + 1, "h")
+    assert child.poll() is None
+    assert processes.kill_identified(child.pid, started, "h")
+    assert child.wait(5) == -9
+    assert not processes.kill_identified(child.pid, started, "h")
 
 
 def test_the_worker_itself_is_stopped(tmp_path: Path, innocent: Callable[..., subprocess.Popen[bytes]]) -> None:
@@ -282,6 +296,6 @@ def test_cleanup_without_a_bus_stops_all_and_says_so(
     os.makedirs(tmp_path / "swactor-mq")
     os.rename(tmp_path / "ledger", tmp_path / "swactor-mq" / "ledger")
     assert cleanup({"XDG_STATE_HOME": str(tmp_path)}) == 0
-    assert "1 workers of an earlier run stopped" in capfd.readouterr().err
+    assert "1 worker of an earlier run stopped" in capfd.readouterr().err
     assert not stage.alive_with(mark)
     assert cleanup({}) == 1
