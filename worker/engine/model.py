@@ -37,6 +37,7 @@ from worker.engine.kernels import (
 from worker.engine.tinygrad_shim import LANES, Step, Symbol, Tensor, dtypes
 
 CHUNK = 32  # rows of a prefill step; 32 to 64 is right on a CPU (reference/engine.md 4)
+SINGLE_ROWS_MAX = 8  # a padded chunk takes as long as some nine single rows
 HEAD_ROWS = 2048  # of the vocabulary matrix at once: it is the largest, and float32 would double it
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[str, int, int], None]
@@ -294,6 +295,8 @@ class LlamaPart:
     def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
         """All blocks on up to CHUNK rows at positions start...; returns rows of the same shape (n, D)."""
         count, width = rows.shape
+        if 1 < count <= SINGLE_ROWS_MAX:
+            return np.concatenate([self.run_blocks(rows[i : i + 1], start + i, tick) for i in range(count)])
         size = 1 if count == 1 else CHUNK
         if count > CHUNK or start < 0 or start + count > self.max_context:
             raise EngineError(f"{count} rows at position {start} do not fit the context of {self.max_context}")
