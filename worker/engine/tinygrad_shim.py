@@ -58,10 +58,9 @@ def _cpu_identity() -> str:
 
 def _cache_file(command: list[str]) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    compiler = Path(command[0])
-    with contextlib.suppress(OSError):
-        compiler = compiler.resolve()
-    stamp = f"{_cpu_identity()}\n{compiler}\n{compiler.stat().st_size}"
+    stamp = _cpu_identity()
+    for compiler in command[:1]:
+        stamp += f"\n{os.path.realpath(compiler)}\n{os.stat(compiler).st_size}"
     return Path(root) / "swactor-mq" / f"kernels-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.db"
 
 
@@ -79,11 +78,12 @@ def _usable(cache: Path) -> bool:
 
 
 def _prepare_environment() -> list[str]:
-    """Set what tinygrad reads at import. DEV, CACHEDB and CACHELEVEL of the user are respected."""
-    os.environ.setdefault("DEV", "CPU")
-    if os.environ["DEV"].split(":")[0] != "CPU":
-        return []
-    command = compiler_command()
+    """Set what tinygrad reads at import; gives the compiler, empty where the device needs none of ours.
+
+    DEV, THREADS, CACHEDB and CACHELEVEL of the user are respected.
+    """
+    device = os.environ.setdefault("DEV", "CPU")
+    command = compiler_command() if device in ("CPU", "CPU:CLANG") else []
     # Measured on two cores: handing a kernel to a second thread costs what it gains (50 us of 80).
     os.environ.setdefault("THREADS", "0")
     if "CACHEDB" not in os.environ:

@@ -45,8 +45,8 @@ from worker.engine.progress import Phase, read_page
 pytestmark = pytest.mark.engine
 
 
-def load(link: EngineLink, path: Path, **options: int) -> WeightsLoaded:
-    link.send(Initialize())
+def load(link: EngineLink, path: Path, device: str = "", **options: int) -> WeightsLoaded:
+    link.send(Initialize(device=device))
     ready = link.receive()
     assert isinstance(ready, EngineReady) and ready.pid == link.process.pid
     link.send(ConfigureRole(run_id=1, stage_index=0, stage_count=1, layer_start=0))
@@ -221,14 +221,15 @@ def test_nonsense_on_the_link_is_fatal_and_no_traceback(tmp_path: Path, data: by
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_the_compiler_is_found_without_a_path(tmp_path: Path) -> None:
-    """No clang anywhere: the ziglang wheel compiles."""
+@pytest.mark.parametrize("device", ["", "CPU:X86"])
+def test_it_runs_without_any_program_on_the_path(tmp_path: Path, device: str) -> None:
+    """No clang anywhere: the ziglang wheel compiles; and tinygrad's own assembler needs no compiler at all."""
     from tests.unit.engine.tiny_model import TinySpec, write_model
 
     write_model(tmp_path / "m.gguf", TinySpec(layers=1))
     env = {"PATH": "", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with EngineLink(tmp_path / "log", env) as link:
-        load(link, tmp_path / "m.gguf")
+        load(link, tmp_path / "m.gguf", device)
         link.send(EngineInfer(request_id=1, prompt="hello", raw=True, max_tokens=3))
         assert link.until(EngineDone)[0].finish_reason in ("length", "stop")
     assert list((tmp_path / "cache" / "swactor-mq").glob("kernels-*.db"))
