@@ -142,10 +142,13 @@ class EngineProcess:
         self._tell(PageRead(phase.name.lower(), progress, stamp_ns))
 
     def close(self) -> None:
-        """The agent leaves: no engine may outlive it. Blocks until the killed child is reaped."""
+        """The agent leaves (its loop may be closed) and no engine may outlive it: kill the child, wait for its end."""
         if self._child:
             self.kill()
             self._child.wait()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         self._close()
 
     # --- the link -----------------------------------------------------------------------------------------------
