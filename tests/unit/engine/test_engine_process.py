@@ -232,7 +232,8 @@ def test_it_runs_without_any_program_on_the_path(tmp_path: Path, device: str) ->
         load(link, tmp_path / "m.gguf", device)
         link.send(EngineInfer(request_id=1, prompt="hello", raw=True, max_tokens=3))
         assert link.until(EngineDone)[0].finish_reason in ("length", "stop")
-    assert list((tmp_path / "cache" / "swactor-mq").glob("kernels-*.db"))
+    if not device:  # an assembler has nothing worth keeping
+        assert list((tmp_path / "cache" / "swactor-mq").glob("kernels-*.db"))
 
 
 def test_the_command_line_says_what_it_needs() -> None:
