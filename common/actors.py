@@ -346,7 +346,7 @@ class ActorSystem:
 class Inbox(Actor):
     """A queue endpoint (S1 6.3): buffers what it accepts until drained; decides nothing."""
 
-    def __init__(self, *accepts: type, limit: int = MAILBOX_MESSAGES_MAX) -> None:
+    def __init__(self, *accepts: Any, limit: int = MAILBOX_MESSAGES_MAX) -> None:
         self.Incoming = accepts  # type: ignore[misc]  # per instance: an inbox of what its owner wants
         self._pending: deque[tuple[bytes, Any]] = deque(maxlen=limit)
 

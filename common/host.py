@@ -35,6 +35,7 @@ class BaseHost:
         self.loop = Loop(bus.poller)
         self.identity = identity
         self.node = node
+        node.at(self.loop.now_ms(), self.loop.wall_ms())
         self.jobs: dict[str, Callable[..., Any]] = {}
         """Job table of RunJob: kind → function(**args), run on a thread that owns no socket."""
         self._handlers: dict[type[Effect], Callable[[bytes, Any], None]] = {
@@ -63,6 +64,7 @@ class BaseHost:
 
     def spawn(self, actor: Actor, name: str = "") -> bytes:
         """Start an actor; returns its address."""
+        self.node.at(self.loop.now_ms(), self.loop.wall_ms())
         return self.node.spawn(actor, name)
 
     def deliver(self, address: bytes, event: object) -> None:

@@ -118,6 +118,11 @@ class Node:
         self.wall_ms = 0
 
     # --- the host's side --------------------------------------------------------------------------------------
+    def at(self, now_ms: int, wall_ms: int) -> None:
+        """Tell the time without letting anything happen: before the first actor is spawned, its timers count from it."""
+        self.now_ms, self.wall_ms = now_ms, wall_ms
+        self.system.now_ms, self.system.wall_ms = now_ms, wall_ms
+
     def spawn(self, actor: Actor, name: str = "", address: bytes | None = None) -> bytes:
         """Start an actor; see ActorSystem.spawn."""
         return self.system.spawn(actor, name, address)

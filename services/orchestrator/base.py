@@ -1,0 +1,185 @@
+"""What all phases of a run share: facts, records, limits and the one way to fail (S1 4, 9, 10)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.actors import Ctx
+from common.addresses import Role, short
+from common.config_slices import OrchestratorSlice
+from common.effects import Effect
+from common.messages.orchestrator import EndpointWire
+from common.records import CHANNEL_BOOTSTRAP, CHANNEL_STAGE_ROUTE, bootstrap_record
+from common.service_actor import ServiceActor
+
+LIMIT_TIMER = "run:limit"
+
+SERVICES_OF_A_RUN: tuple[Role, ...] = (
+    Role.RESOLVER,
+    Role.PROVISIONER,
+    Role.MEMBERSHIP,
+    Role.GATEWAY,
+    Role.COLLECTOR,
+)
+"""Who must say ServiceReady. Router and relay are the bus itself: without them nobody could say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOver(Effect):
+    """The run's result for the shell: exit status, and the error of `mvp-orchestrator: <error>` (empty on success)."""
+
+    status: int
+    error: str
+
+
+@dataclass(slots=True)
+class Worker:
+    """One expected worker and what is known of it."""
+
+    node_id: int
+    stage_index: int
+    node_key: bytes = b""
+    endpoint: EndpointWire | None = None
+    node_actor: bytes = b""
+    publisher: bytes = b""
+    readiness_id: int = 0
+    alive: bool = False
+    routed: bool = False
+    acked: bool = False
+    acks_sent: int = 0
+    subscribed: bool = False
+    weights: bool = False
+    stage_ready: bool = False
+    stopped: bool = False
+    dead_since_ms: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """S1 9.5: the report, SWIM's Alive and the route owner, all three."""
+        return self.endpoint is not None and self.alive and self.routed
+
+
+@dataclass(slots=True)
+class Result:
+    """What the process exits with: the first prompt-serving or start-up error, then the first provider-stop error."""
+
+    error: str = ""
+    stop_error: str = ""
+    shutdown_source: str = ""
+    faulted_phase: str = ""
+    stderr_tail: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """S1 3.1, 10.1."""
+        return 1 if self.error or self.stop_error else 0
+
+    @property
+    def text(self) -> str:
+        """The one error line: serving's error first (S1 10.13)."""
+        return self.error or self.stop_error
+
+
+class RunBase(ServiceActor):
+    """State and helpers; see startup.py, serving.py, closing.py and core.py for the phases in their order."""
+
+    ROLE = Role.ORCHESTRATOR
+    SLICE = OrchestratorSlice
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "services"
+        self.waiting_for = "services"
+        """What a stop in this phase interrupts (S1 10.14): "shutdown requested while waiting for <this>"."""
+        self.services_ready: dict[str, int] = {}
+        self.workers: dict[int, Worker] = {}
+        """Expected workers by stage index."""
+        self.result = Result()
+        self.actor_address = b""
+        self.provider_touched = False
+        """PrepareProvider was sent: StopNodes is owed whatever happens."""
+        self.rpc_open = False
+        self._limit_error = ""
+        self._limit_ms = 0
+
+    # --- records ----------------------------------------------------------------------------------------------
+    @property
+    def run_id(self) -> int:
+        """The configured run id (1 until the configuration is here)."""
+        return self.config.run_id if self.config else 1
+
+    @property
+    def node_id(self) -> int:
+        """The orchestrator's own logical id."""
+        return self.config.node_id if self.config else 1
+
+    def record(
+        self, ctx: Ctx, phase: str, status: str, detail: Mapping[str, Any] | None = None, node_id: int | None = None
+    ) -> None:
+        """A bootstrap record (S1 8.4)."""
+        payload = bootstrap_record(phase, status, self.run_id, self.node_id if node_id is None else node_id, detail)
+        ctx.observe(CHANNEL_BOOTSTRAP, payload)
+
+    def record_route(self, ctx: Ctx, worker: Worker, attempt: int) -> None:
+        """A stage route check (S1 8.3; rust-swactor.md 2.7)."""
+        owner = ctx.views.routes.owner(worker.node_actor)
+        stream = ctx.views.routes.owner(worker.publisher)
+        detail = {
+            "attempt": attempt,
+            "stage_index": worker.stage_index,
+            "stage_node_id": worker.node_id,
+            "node_actor": short(worker.node_actor),
+            "datastream_publisher": short(worker.publisher),
+            "swim_node_id": short(worker.node_key),
+            "member_state": ctx.views.members.state(worker.node_key),
+            "route_owner": short(owner.node) if owner else None,
+            "datastream_route_owner": short(stream.node) if stream else None,
+            "route_matches_ready": bool(owner and owner.node == worker.node_key),
+        }
+        ctx.observe(
+            CHANNEL_STAGE_ROUTE,
+            bootstrap_record("stage_route_check", "observed", self.run_id, worker.node_id, detail),
+        )
+
+    def config_detail(self) -> dict[str, Any]:
+        """The config record's detail, as the resolver made it: no secret, only presence (S1 8.14)."""
+        detail: dict[str, Any] = json.loads(self.config.detail_json)
+        return detail
+
+    # --- limits -----------------------------------------------------------------------------------------------
+    def limit(self, ctx: Ctx, limit_ms: int, error: str) -> None:
+        """Fail with `error` unless this phase makes progress within limit_ms (design.md 6 row 14)."""
+        self._limit_ms, self._limit_error = limit_ms, error
+        ctx.timer(LIMIT_TIMER, limit_ms)
+
+    def progress(self, ctx: Ctx) -> None:
+        """Progress extends the silence limit of the phase."""
+        if self._limit_error:
+            ctx.timer(LIMIT_TIMER, self._limit_ms)
+
+    def no_limit(self, ctx: Ctx) -> None:
+        """The phase may last as long as it likes (serving)."""
+        self._limit_error = ""
+        ctx.cancel(LIMIT_TIMER)
+
+    # --- failing ----------------------------------------------------------------------------------------------
+    def fail(self, ctx: Ctx, error: str, *, phase: str = "", detail: Mapping[str, Any] | None = None) -> None:
+        """The run ends with this error (the first one counts); a failure record names the phase (S1 10.15)."""
+        failed_phase = phase or self.phase
+        full = {"provider": self.config.provider if self.config else None, "error": error, **(detail or {})}
+        self.record(ctx, failed_phase, "failed", full)
+        if not self.result.error:
+            self.result.error, self.result.faulted_phase = error, failed_phase
+        self.close(ctx)
+
+    def close(self, ctx: Ctx) -> None:
+        """Begin the shutdown sequence (closing.py)."""
+        raise NotImplementedError
+
+    def service(self, ctx: Ctx, role: Role) -> bytes:
+        """The main actor of a service, b"" while it is away."""
+        route = ctx.views.routes.named(role)
+        return route.address if route else b""

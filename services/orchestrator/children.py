@@ -1,0 +1,139 @@
+"""The launcher's child services: start, restart, stop in order (table of design.md 2)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from common.addresses import Role
+from common.limits import SERVICE_RESTART_WINDOW_MS, SERVICE_RESTARTS_MAX, SERVICE_STOP_MS
+from common.stdio_capture import LineReader
+
+STOP_ORDER: tuple[tuple[Role, ...], ...] = (
+    (Role.GATEWAY, Role.PROVISIONER, Role.MEMBERSHIP, Role.RESOLVER),
+    (Role.COLLECTOR,),
+    (Role.RELAY,),
+    (Role.ROUTER,),
+)
+"""Who is told first; the router goes last because everybody talks over it (design.md 4)."""
+
+FATAL: frozenset[Role] = frozenset({Role.GATEWAY, Role.PROVISIONER})
+"""Services whose run state dies with them; the others are restarted and ask their peers again."""
+
+OnLine = Callable[[Role, str, bytes], None]
+
+
+@dataclass(slots=True)
+class Child:
+    """One running service."""
+
+    role: Role
+    process: subprocess.Popen[bytes]
+    readers: list[LineReader]
+    started: float = field(default_factory=time.monotonic)
+
+
+class Children:
+    """All services of an embedded run. Each is in its own session: a terminal's Ctrl-C reaches only the launcher."""
+
+    def __init__(self, on_line: OnLine) -> None:
+        self._on_line = on_line
+        self._owner_read, self._owner_write = os.pipe2(os.O_CLOEXEC)
+        self._resolver_read, self._resolver_write = os.pipe2(os.O_CLOEXEC)
+        self.running: dict[Role, Child] = {}
+        self._ends: dict[Role, deque[float]] = {}
+
+    # --- starting ---------------------------------------------------------------------------------------------
+    def _spawn(self, role: Role, args: list[str], fds: tuple[int, ...], *, environ: Mapping[str, str]) -> Child:
+        # Without -P a folder services/ in the user's working directory would be imported (design.md 2).
+        command = [sys.executable, "-P", "-m", f"services.{role}", *args]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=fds,
+            start_new_session=True,
+            env=dict(environ),
+        )
+        assert process.stdout is not None and process.stderr is not None
+        readers = [
+            LineReader(os.dup(pipe.fileno()), partial(self._on_line, role, name))
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        process.stdout.close()
+        process.stderr.close()
+        child = self.running[role] = Child(role, process, readers)
+        return child
+
+    def start_resolver(self, argv: list[str]) -> int:
+        """The resolver comes first and alone; returns the read end of its report pipe."""
+        report_read, report_write = os.pipe2(os.O_CLOEXEC)
+        own = ["--report-fd", str(report_write), "--owner-fd", str(self._resolver_read), "--", *argv]
+        self._spawn(Role.RESOLVER, own, (report_write, self._resolver_read), environ=os.environ)
+        os.close(report_write)
+        return report_read
+
+    def give_resolver_bus(self, bus: Path) -> None:
+        """The configuration was right: the resolver joins the bus."""
+        os.write(self._resolver_write, os.fsencode(bus) + b"\n")
+
+    def start(self, role: Role, bus: Path) -> Child:
+        """Start (or restart) a service. The API key never leaves the resolver: others do not inherit it."""
+        environ = {key: value for key, value in os.environ.items() if key not in ("VASTAI_API_KEY", "HF_TOKEN")}
+        args = ["--bus", str(bus), "--owner-fd", str(self._owner_read)]
+        return self._spawn(role, args, (self._owner_read,), environ=environ)
+
+    def may_restart(self, role: Role) -> bool:
+        """At most SERVICE_RESTARTS_MAX ends within the window."""
+        ends = self._ends.setdefault(role, deque())
+        now = time.monotonic()
+        ends.append(now)
+        while now - ends[0] > SERVICE_RESTART_WINDOW_MS / 1000:
+            ends.popleft()
+        return len(ends) <= SERVICE_RESTARTS_MAX
+
+    # --- stopping ---------------------------------------------------------------------------------------------
+    def stop_all(self) -> None:
+        """TERM in STOP_ORDER, each group gets SERVICE_STOP_MS, then KILL. Nothing is left when this returns."""
+        for group in STOP_ORDER:
+            children = [self.running.pop(role) for role in group if role in self.running]
+            for child in children:
+                child.process.terminate()
+            until = time.monotonic() + SERVICE_STOP_MS / 1000
+            for child in children:
+                try:
+                    child.process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    child.process.kill()
+                    child.process.wait()
+                for reader in child.readers:
+                    reader.stop()
+        for fd in (self._owner_write, self._owner_read, self._resolver_write, self._resolver_read):
+            os.close(fd)
+
+    def cleanup_workers(self) -> None:
+        """The provisioner died: once more with --cleanup, which stops by the ledger what it left (design.md 2)."""
+        command = [sys.executable, "-P", "-m", f"services.{Role.PROVISIONER}", "--cleanup"]
+        try:
+            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, timeout=30, check=False)
+        except subprocess.TimeoutExpired:
+            print("the clean-up of workers did not end within 30 s; the next start stops what is left", file=sys.stderr)
+
+
+def how_it_ended(status: int) -> str:
+    """ "ended with status 1" or "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

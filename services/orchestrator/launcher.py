@@ -1,0 +1,191 @@
+"""`mvp-orchestrator`: the launcher plus the run (design.md 2, embedded).
+
+Resolve the configuration first and alone; only then a run directory, keys, captured stdio and the other services. The
+last act is the one error line on the original stderr (S1 10; design.md 6 row 4).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from common.addresses import Role
+from common.codec import BadEnvelope, decode_body, tag_of
+from common.config_args import information
+from common.host import Host
+from common.limits import CONFIG_RESOLVE_MS
+from common.messages.config import ConfigFailed, ConfigResolved
+from common.security import SecurityError, init
+from common.stdio_capture import StdioCapture, available
+from services.orchestrator.base import RunOver
+from services.orchestrator.children import FATAL, Child, Children, how_it_ended
+from services.orchestrator.core import ServiceLost, ServiceRestarted, StdioLine
+from services.orchestrator.run_dir import RunDirectory
+from services.orchestrator.service import build, listen_on_stdin
+
+PROGRAM = "mvp-orchestrator"
+START_ORDER: tuple[Role, ...] = (Role.ROUTER, Role.MEMBERSHIP, Role.PROVISIONER, Role.GATEWAY, Role.COLLECTOR)
+
+
+class LaunchError(Exception):
+    """The launch cannot go on; one sentence."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run once. Returns the exit status: 0 or 1 (S1 3.1)."""
+    args = sys.argv[1:] if argv is None else argv
+    if (text := information(args)) is not None:
+        sys.stdout.write(text)
+        return 0
+    launch = Launch(args)
+    # Until the host's loop takes them over, signals just end the launch.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        status, error = launch.run()
+    except (LaunchError, SecurityError) as failure:
+        status, error = 1, str(failure)
+    except KeyboardInterrupt:
+        status, error = 1, "shutdown requested while starting"
+    finally:
+        launch.close()
+    if error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.flush()
+    return status
+
+
+class Launch:
+    """Everything that one start owns; `close` gives all of it back."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._argv = argv
+        self._early: list[tuple[Role | None, str, bytes]] = []
+        self._host: Host | None = None
+        self._run = b""
+        self._files: dict[Role, Path] = {}
+        self._directory: RunDirectory | None = None
+        self._capture: StdioCapture | None = None
+        self._children = Children(lambda role, stream, line: self._line(role, stream, line))
+        self._provisioner_died = False
+
+    def run(self) -> tuple[int, str]:
+        """(exit status, error)."""
+        resolved = self._resolve()
+        self._directory = RunDirectory(resolved.run_dir, os.environ)
+        self._files = init(self._directory.path, relay=resolved.relay)
+        if available():
+            self._capture = StdioCapture(lambda stream, line: self._line(None, stream, line))
+            self._capture.install()
+        for role in (*START_ORDER, *((Role.RELAY,) if resolved.relay else ())):
+            self._children.start(role, self._files[role])
+        self._children.give_resolver_bus(self._files[Role.RESOLVER])
+        results: list[RunOver] = []
+        host = self._host = Host.from_bus_file(self._files[Role.ORCHESTRATOR])
+        self._run = build(host, results.append)
+        listen_on_stdin(host, self._run)
+        for child in list(self._children.running.values()):
+            self._watch(child)
+        for role, stream, line in self._early:
+            self._deliver_line(role, stream, line)
+        self._early.clear()
+        status = host.run()
+        self._host = None
+        return status, results[0].error if results else "ended without a result"
+
+    # --- configuration ----------------------------------------------------------------------------------------
+    def _resolve(self) -> ConfigResolved:
+        """The resolver's report. EOF without one is a failure, too."""
+        fd = self._children.start_resolver(self._argv)
+        data = b""
+        until = time.monotonic() + CONFIG_RESOLVE_MS / 1000
+        with selectors.DefaultSelector() as selector, open(fd, "rb", buffering=0) as pipe:
+            selector.register(pipe, selectors.EVENT_READ)
+            while not _whole(data):
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise LaunchError(f"the configuration was not resolved within {CONFIG_RESOLVE_MS // 1000} s")
+                chunk = pipe.read(65536)
+                if not chunk:
+                    raise LaunchError(f"the config resolver failed: {self._last_words()}")
+                data += chunk
+        try:
+            message = _decode_report(data[4:])
+        except BadEnvelope as error:
+            raise LaunchError(f"the config resolver reported nonsense: {error.reason}") from None
+        if isinstance(message, ConfigFailed):
+            raise LaunchError(message.error)
+        return message
+
+    def _last_words(self) -> str:
+        time.sleep(0.1)
+        lines = [line.decode(errors="replace") for _, stream, line in self._early if stream == "stderr"]
+        return lines[-1] if lines else "it ended without a word"
+
+    # --- children ---------------------------------------------------------------------------------------------
+    def _watch(self, child: Child) -> None:
+        assert self._host is not None
+        host = self._host
+
+        def ended(status: int) -> None:
+            child.process.returncode = status
+            if self._children.running.get(child.role) is child:
+                del self._children.running[child.role]
+                self._service_ended(host, child.role, how_it_ended(status))
+
+        host.loop.watch_pid(child.process.pid, ended)
+
+    def _service_ended(self, host: Host, role: Role, how: str) -> None:
+        if role in FATAL or role is Role.RESOLVER:
+            # The resolver's slices are served by then; if not, the run's own limit says who is missing.
+            if role is Role.PROVISIONER:
+                self._provisioner_died = True
+            if role in FATAL:
+                host.deliver(self._run, ServiceLost(role, how))
+        elif self._children.may_restart(role):
+            self._watch(self._children.start(role, self._files[role]))
+            host.deliver(self._run, ServiceRestarted(role, how))
+        else:
+            host.deliver(self._run, ServiceLost(role, f"{how} too often"))
+
+    # --- lines ------------------------------------------------------------------------------------------------
+    def _line(self, role: Role | None, stream: str, line: bytes) -> None:
+        """From a reader thread."""
+        if self._host is None:
+            self._early.append((role, stream, line))
+        else:
+            self._host.call_soon(lambda: self._deliver_line(role, stream, line))
+
+    def _deliver_line(self, role: Role | None, stream: str, line: bytes) -> None:
+        if self._host is not None:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._host.deliver(self._run, StdioLine(stream, text, role or ""))
+
+    # --- the end ----------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Stop every service, stop what a dead provisioner left, give the terminal back, remove the directory."""
+        self._host = None
+        if self._provisioner_died:
+            self._children.cleanup_workers()
+        self._children.stop_all()
+        if self._capture is not None:
+            self._capture.restore()
+        if self._directory is not None:
+            self._directory.remove()
+
+
+def _whole(data: bytes) -> bool:
+    return len(data) >= 4 and len(data) >= 4 + struct.unpack("<I", data[:4])[0]
+
+
+def _decode_report(body: bytes) -> ConfigResolved | ConfigFailed:
+    """The tag stands in the body itself ("t"), so both types are tried."""
+    try:
+        message = decode_body(tag_of(ConfigResolved), body)
+    except BadEnvelope:
+        message = decode_body(tag_of(ConfigFailed), body)
+    assert isinstance(message, ConfigResolved | ConfigFailed)
+    return message

@@ -1,0 +1,75 @@
+"""The run directory: chosen, owned, locked before any bind, removed at exit (design.md 2)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.security import SecurityError
+
+LOCK = "lock"
+
+
+class RunDirectory:
+    """A 0700 directory whose flock is held for the life of this object.
+
+    A second bind on an ipc path succeeds and steals silently, so the lock comes first. Raises SecurityError with one
+    sentence when the directory cannot be used.
+    """
+
+    def __init__(self, configured: str, environ: Mapping[str, str]) -> None:
+        self.path = Path(configured).absolute() if configured else default_path(environ)
+        try:
+            self.path.mkdir(mode=0o700, parents=bool(configured), exist_ok=True)
+            info = self.path.lstat()
+        except OSError as error:
+            raise SecurityError(
+                f"run directory {self.path} cannot be made: {error.strerror}; set [runtime] run_dir to a directory "
+                "that you can write"
+            ) from None
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise SecurityError(
+                f"run directory {self.path} is not a private directory of this user; remove it or set [runtime] run_dir"
+            )
+        try:
+            self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SecurityError(f"run directory {self.path} is not writable: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(self._fd, 32).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise SecurityError(
+                f"run directory {self.path} is in use by another orchestrator"
+                + (f" (process {owner})" if owner.isdigit() else "")
+                + "; stop it, or set [runtime] run_dir to another directory"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, str(os.getpid()).encode())
+        self._clear()
+
+    def _clear(self) -> None:
+        """Leftovers of a run that was killed: nobody holds the lock, so nobody uses them."""
+        for entry in self.path.iterdir():
+            if entry.name != LOCK:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+    def remove(self) -> None:
+        """Give the directory up."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """`$XDG_RUNTIME_DIR/smq-<8 hex>`, else `/tmp/smq-<uid>-<8 hex>`: short, because it holds sockets."""
+    name = secrets.token_hex(4)
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK) and len(runtime) < 40:
+        return Path(runtime) / f"smq-{name}"
+    return Path("/tmp") / f"smq-{os.geteuid()}-{name}"

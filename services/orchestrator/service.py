@@ -1,0 +1,92 @@
+"""Wiring of the run: the stop listener on stdin, the result, and the hosted entry (S1 7.16; design.md 2)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.addresses import NONCE_BYTES, Role
+from common.effects import Exit
+from common.host import Host
+from common.limits import STDIN_LINE_BYTES_MAX
+from common.security import SecurityError
+from services.orchestrator.base import RunOver
+from services.orchestrator.core import RunActor, StopLine
+
+STOP_WORDS = frozenset({"stop", "shutdown", "quit"})
+
+
+class StopListener:
+    """S1 7.16: lines of standard input, trimmed and compared case-insensitively. EOF is never a stop (design.md 2)."""
+
+    def __init__(self, on_stop: Callable[[str], None]) -> None:
+        self._on_stop = on_stop
+        self._partial = b""
+
+    def feed(self, data: bytes) -> None:
+        """Bytes as they come; a line that is too long is no stop word and is thrown away."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > STDIN_LINE_BYTES_MAX:
+            self._partial = b"\0"
+        for line in lines:
+            word = line.decode(errors="replace").strip().lower()
+            if word in STOP_WORDS:
+                self._on_stop(word)
+
+
+def listen_on_stdin(host: Host, address: bytes, fd: int = 0) -> None:
+    """Deliver StopLine events for stop words on stdin, if there is a stdin that can be waited for."""
+    listener = StopListener(lambda word: host.deliver(address, StopLine(word)))
+
+    def readable() -> None:
+        try:
+            data = os.read(fd, 4096)
+        except OSError:
+            data = b""
+        if data:
+            listener.feed(data)
+        else:
+            host.loop.remove_fd(fd)
+
+    try:
+        host.loop.add_fd(fd, readable)
+    except OSError:
+        # A regular file or a closed descriptor cannot be waited for; a file is read at once, it has an end.
+        try:
+            listener.feed(os.read(fd, 4096))
+        except OSError:
+            return
+
+
+def build(host: Host, on_result: Callable[[RunOver], None]) -> bytes:
+    """Spawn the run; on_result gets its result once. Returns the address of the run's main actor."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    host.node.run = nonce
+    run = host.spawn(RunActor(nonce), name=Role.ORCHESTRATOR)
+
+    def over(address: bytes, effect: RunOver) -> None:
+        on_result(effect)
+        host.node.system.effects.append((address, Exit(effect.status)))
+
+    host.on_effect(RunOver, over)
+    return run
+
+
+def hosted(bus: Path) -> int:
+    """`python -m services.orchestrator --bus FILE`: the run alone, its services are hosted by somebody else."""
+    try:
+        host = Host.from_bus_file(bus.absolute())
+        if host.identity.role is not Role.ORCHESTRATOR:
+            raise SecurityError(f"{bus} is the bus file of {host.identity.role}, not of {Role.ORCHESTRATOR}")
+    except SecurityError as error:
+        print(f"mvp-orchestrator: {error}", file=sys.stderr)
+        return 1
+    results: list[RunOver] = []
+    listen_on_stdin(host, build(host, results.append))
+    status = host.run()
+    if results and results[0].error:
+        print(f"mvp-orchestrator: {results[0].error}", file=sys.stderr)
+    return status
