@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from common.addresses import Role
@@ -51,6 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         status, error = 1, str(failure)
     except KeyboardInterrupt:
         status, error = 1, "shutdown requested while starting"
+    except Exception as failure:
+        # A defect of ours: the user gets one sentence, the traceback goes where SMQ_TRACEBACK=1 asks for it.
+        status, error = 1, f"internal error: {type(failure).__name__}: {failure}"
+        if os.environ.get("SMQ_TRACEBACK") == "1":
+            error += "\n" + traceback.format_exc()
     finally:
         launch.close()
     if error:
