@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from common.addresses import Plane, Role
@@ -23,12 +24,18 @@ from worker.agent.events import EngineSend, KillEngine, ReadPage, StartEngine, S
 from worker.agent.records import CHANNELS
 from worker.agent.stdin_watch import StdinLines, is_watched, on_readable
 
+# libzmq itself would only say "Invalid argument"; an ipc path longer than 107 bytes does not fit the kernel.
+ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):[0-9]{1,5}|ipc://[^\0]{1,107}")
+
 
 def host_of(launch: LaunchFile) -> Host:
-    """The bus host of a worker. Raises LaunchFileError for planes or a profile that do not fit this build."""
+    """The bus host of a worker. Raises LaunchFileError for planes, endpoints or a profile that do not fit."""
     missing = [plane.name.lower() for plane in PLANES if plane.name.lower() not in launch.endpoints]
     if missing:
         raise LaunchFileError(f"the launch file names no endpoint for the planes {', '.join(missing)}")
+    for plane, endpoint in launch.endpoints.items():
+        if not ENDPOINT.fullmatch(endpoint):
+            raise LaunchFileError(f"the launch file's endpoint for {plane}, {endpoint!r}, is no tcp or ipc address")
     if launch.profile not in PROFILES:
         raise LaunchFileError(f"the launch file's profile is {launch.profile!r}, known are {', '.join(PROFILES)}")
     keys = KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))

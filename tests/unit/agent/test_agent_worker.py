@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.launch_file import LaunchFile
 from common.messages.node_agent import CancelRequest, EncodePrompt, InferPrompt, StopRun
 from common.messages.orchestrator import (
     ObserveStageFault,
@@ -147,6 +149,33 @@ def test_help_and_version_say_what_this_is() -> None:
     assert shown.returncode == 0 and "--launch FILE" in shown.stdout and "One worker" in shown.stdout
     version = run_cli("--version")
     assert version.returncode == 0 and version.stdout.startswith("mvp-worker-node ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"endpoints": {"control": "ipc:///x"}}, "names no endpoint for the planes prompt, stream"),
+        ({"endpoints": dict.fromkeys(("control", "prompt", "stream"), "tcp://nowhere")}, "is no tcp or ipc address"),
+        ({"profile": "moon"}, "profile is 'moon', known are lan, wan"),
+    ],
+)
+def test_a_launch_file_that_does_not_fit_is_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    fields: dict[str, Any] = {
+        "run_id": 1,
+        "run": "00" * 16,
+        "node_id": 1,
+        "endpoints": dict.fromkeys(("control", "prompt", "stream"), "ipc:///tmp/x"),
+        "broker_public_key": "00" * 32,
+        "public_key": "00" * 32,
+        "secret_key": "00" * 32,
+        "orchestrator": "00" * 32,
+    }
+    LaunchFile(**{**fields, **changes}).write(tmp_path / "launch.json")
+    result = run_cli("--launch", str(tmp_path / "launch.json"))
+    assert result.returncode == 1 and sentence in result.stderr
+    assert result.stderr.startswith("mvp-worker-node: ") and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
