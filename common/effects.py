@@ -23,8 +23,8 @@ class Effect:
 class RunJob(Effect):
     """Run blocking work on a thread that owns no socket; the asking actor receives JobDone{key, ...}.
 
-    kind names a function of the service's job table; pool is one of "start", "stop", "follow", "misc", so that a stop
-    never queues behind a start. After limit_ms the actor gets JobDone with error "timed out"; a later result is dropped.
+    kind names a function of the service's job table; pool: "start", "stop", "follow" or "misc", so that a stop never
+    queues behind a start. After limit_ms the actor gets JobDone with error "timed out"; a later result is dropped.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class RunJob(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Observed(Effect):
-    """A record for the orchestrator's datastream (S1 3.9): channel, payload (JSON text or raw bytes), archive source."""
+    """A record for the orchestrator's datastream (S1 3.9). payload: JSON text or raw bytes; source: for the archive."""
 
     channel: str
     payload: bytes

@@ -1,4 +1,4 @@
-"""The part that every service has in common: its config slice, ServiceReady, the lease, the end of a run (design.md 2)."""
+"""What every service has in common: its config slice, ServiceReady, the lease, the end of a run (design.md 2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEASE_TIMER = "service:lease"
 
 
 class ServiceActor(Actor):
-    """A service's main actor: spawn it with name=role. Subclasses set ROLE, SLICE and Incoming (SERVICE_INCOMING + own),
+    """A service's main actor, spawned with name=role. Subclasses set ROLE, SLICE and Incoming (SERVICE_INCOMING + own),
     override the on_* hooks, and call super() in on_start, receive (for what they do not handle) and on_timer."""
 
     ROLE: ClassVar[Role]

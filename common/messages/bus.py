@@ -9,7 +9,7 @@ from common.codec import Message
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=1):
-    """Node → its broker, once per connection and plane, a datagram; answered by Welcome; repeated each 250 ms until then.
+    """Node → its broker, per connection and plane, a datagram; answered by Welcome; repeated each 250 ms until then.
 
     logical_id: the name shown to people ("provisioner", "node 1"); the role itself comes from the key's admission.
     """
@@ -204,7 +204,7 @@ class Admitted(Message, frozen=True, kw_only=True, tag=21):
 
 
 class Revoke(Message, frozen=True, kw_only=True, tag=22):
-    """Provisioner → router, router → relay: the key is out; a live connection is deaf from now on. Answered by Revoked."""
+    """Provisioner → router, router → relay: the key is out, its live connections go deaf. Answered by Revoked."""
 
     FROM: ClassVar[frozenset[Role]] = frozenset({Role.PROVISIONER, Role.ROUTER})
     key: NodeKey

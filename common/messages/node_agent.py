@@ -176,7 +176,7 @@ class DecodeTokens(Message, frozen=True, kw_only=True, tag=134):
 
 
 class CancelRequest(Message, frozen=True, kw_only=True, tag=135):
-    """Gateway → node agent(s): end this request within one step. Answered at the sender by RequestCancelled (row 21)."""
+    """Gateway → node agent(s): end it within one step. Answered at the sender by RequestCancelled (row 21)."""
 
     PLANE: ClassVar[Plane] = Plane.PROMPT
     FROM: ClassVar[frozenset[Role]] = _CLIENTS

@@ -14,7 +14,7 @@ _LOCAL = frozenset({Role.ORCHESTRATOR, Role.GATEWAY})
 
 
 class EndpointWire(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker's engine takes edges: its node key, candidate endpoints in order, and whether the relay carries it."""
+    """Where a worker's engine takes edges: node key, candidate endpoints in order, whether the relay carries it."""
 
     node_key: NodeKey
     candidates: list[str] = []
@@ -84,7 +84,7 @@ class ObserveStageReady(Message, frozen=True, kw_only=True, tag=85):
 
 
 class ObserveStageFault(Message, frozen=True, kw_only=True, tag=86):
-    """Agent → orchestrator: the stage is faulted and takes no more work. reason: a StageController reason and a cause."""
+    """Agent → orchestrator: the stage is faulted and takes no more work. reason: StageController's, and a cause."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     run_id: U64

@@ -1,4 +1,4 @@
-"""Provision: the orchestrator's direct call of ProvisionPlugin made remote (S1 4.5, 5.4, 7.5, 7.6; design.md 6 row 23)."""
+"""Provision: the orchestrator's direct call of ProvisionPlugin made remote (S1 4.5, 5.4, 7.5, 7.6; row 23)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NodeProvisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrepareProvider(Message, frozen=True, kw_only=True, tag=60):
-    """Orchestrator → provisioner, once a run: build the provider (S1 7.5, 10.5). Answered by ProviderPrepared or Failed."""
+    """Orchestrator → provisioner, once a run: build the provider (S1 7.5). Answered by ProviderPrepared or Failed."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
     run_id: U64
@@ -86,7 +86,7 @@ class NodeFailed(Message, frozen=True, kw_only=True, tag=65):
 
 
 class CompleteBootstrap(Message, frozen=True, kw_only=True, tag=66):
-    """Orchestrator → provisioner after the runtime-ready acknowledgement, for all handles. Answered by BootstrapCompleted."""
+    """Orchestrator → provisioner after the acknowledgements, for all handles. Answered by BootstrapCompleted."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
 

@@ -43,7 +43,7 @@ class PromptRpcFailed(Message, frozen=True, kw_only=True, tag=182):
 
 
 class CloseRpc(Message, frozen=True, kw_only=True, tag=183):
-    """Orchestrator → gateway: no new work; active and queued prompts get their one terminal fault. Answered by RpcClosed.
+    """Orchestrator → gateway: no new work; active and queued prompts get their one fault. Answered by RpcClosed.
 
     reason: the sentence of those faults.
     """
@@ -74,7 +74,7 @@ class ServingFailed(Message, frozen=True, kw_only=True, tag=186):
 
 
 class SuspendServing(Message, frozen=True, kw_only=True, tag=187):
-    """Orchestrator → gateway: a worker is Dead (row 22); fault the active request, dispatch nothing until ResumeServing.
+    """Orchestrator → gateway: a worker is Dead (row 22); fault the active request, dispatch nothing until Resume.
 
     error: the fault's sentence.
     """
