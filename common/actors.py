@@ -290,6 +290,11 @@ class ActorSystem:
             return self.now_ms
         return min(self._timers.values(), default=None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a message waits to be handled or to leave."""
+        return bool(self._queue or self.outbound)
+
     # --- running ----------------------------------------------------------------------------------------------
     def run(self, now_ms: int, wall_ms: int) -> None:
         """Fire due timers, then handle messages until none is left."""
@@ -312,15 +317,21 @@ class ActorSystem:
             delivery = self._queue.popleft()
             slot = self._slots.get(delivery.dst)
             if slot is None:
+                self._not_handled(delivery, "unroutable")
                 continue
             slot.queued -= 1
             if isinstance(delivery.msg, slot.actor.Incoming):
                 slot.actor.receive(delivery.msg, Ctx(self, delivery.dst, delivery))
                 self._after(slot)
-            elif delivery.src in self._slots and isinstance(delivery.msg, Message):
-                failed = SendFailed(delivery.dst, delivery.msg, "refused")
-                if isinstance(failed, self._slots[delivery.src].actor.Incoming):
-                    self._enqueue(_Delivery(delivery.src, failed, SHELL, b"", self.new_id(), delivery.id))
+            else:
+                self._not_handled(delivery, "refused")
+
+    def _not_handled(self, delivery: _Delivery, reason: str) -> None:
+        """A local message to an actor that stopped before its turn, or that does not take this type."""
+        sender = self._slots.get(delivery.src)
+        if sender is not None and isinstance(delivery.msg, Message) and SendFailed in sender.actor.Incoming:
+            failed = SendFailed(delivery.dst, delivery.msg, reason)
+            self._enqueue(_Delivery(delivery.src, failed, SHELL, b"", self.new_id(), delivery.id))
 
     def _after(self, slot: _Slot) -> None:
         if self._validate:

@@ -35,6 +35,7 @@ from common.messages.bus import (
     Welcome,
 )
 
+GOODBYE_MS = 2000  # for the Goodbyes on the other planes, which a full plane may drop
 HELLO, GOODBYE, PING = tag_of(Hello), tag_of(Goodbye), tag_of(Ping)
 LOCAL = b"\x00local"
 """Target: the broker's own node."""
@@ -75,7 +76,7 @@ Verdict = str
 
 
 class Broker:
-    """One deployment. `admitted` is the single source of what a key may do, checked with (tag, role) on each message."""
+    """One deployment. `admitted` alone says what a key may do; it is checked with (tag, role) on each message."""
 
     def __init__(self, key: bytes, boot: int, role: Role, admitted: Mapping[bytes, Admission]) -> None:
         self.key, self.boot, self.role = key, boot, role
@@ -91,7 +92,10 @@ class Broker:
         self.events: list[NodeBound | NodeGone] = []
         self._conn_of: dict[tuple[Plane, bytes], bytes] = {}
         self._key_of: dict[tuple[Plane, bytes], bytes] = {}
+        self.relay_key = b""
+        """The router's relay, the only one that speaks for itself over the uplink."""
         self._boot_of: dict[bytes, int] = {}
+        self._leaving: dict[bytes, int] = {}
         self._heard_ms: dict[bytes, int] = {}
         self._senders: dict[int, frozenset[Role]] = {tag: cls.FROM for tag, cls in catalogue().items()}
         self._sequence = 0
@@ -110,11 +114,33 @@ class Broker:
         self.admitted.pop(key, None)
         self._forget(key, "revoked")
 
+    def _unbind(self, plane: Plane, key: bytes) -> None:
+        if conn := self._conn_of.pop((plane, key), None):
+            self._key_of.pop((plane, conn), None)
+
+    def lost(self, plane: Plane, conn: bytes) -> None:
+        """The shell found no such connection any more: who sends there is told from now on, not silently dropped."""
+        if (key := self._key_of.pop((plane, conn), None)) is not None:
+            self._conn_of.pop((plane, key), None)
+
+    def _goodbye(self, plane: Plane, key: bytes, now_ms: int) -> None:
+        """One a plane: what the node said on the others before it left may still be on its way."""
+        if plane is not Plane.CONTROL:
+            self._unbind(plane, key)
+            return
+        others = {lane: conn for lane in Plane if lane is not plane and (conn := self._conn_of.get((lane, key)))}
+        self._forget(key, "goodbye")
+        for lane, conn in others.items():
+            self._conn_of[lane, key] = conn
+            self._key_of[lane, conn] = key
+        if others:
+            self._leaving[key] = now_ms
+
     def _forget(self, key: bytes, reason: str) -> None:
         for plane in Plane:
-            if conn := self._conn_of.pop((plane, key), None):
-                self._key_of.pop((plane, conn), None)
+            self._unbind(plane, key)
         self._heard_ms.pop(key, None)
+        self._leaving.pop(key, None)
         if (boot := self._boot_of.pop(key, None)) is not None:
             self.events.append(NodeGone(key, boot, reason))
 
@@ -124,8 +150,15 @@ class Broker:
             NodeBound(key, boot, self.admitted[key].role) for key, boot in self._boot_of.items() if key in self.admitted
         ]
 
+    def is_bound(self, plane: Plane, conn: bytes) -> bool:
+        """Whether this connection has said Hello: then its key need not be read again."""
+        return (plane, conn) in self._key_of
+
     def tick(self, now_ms: int) -> None:
-        """Forget nodes that have been silent on the control plane."""
+        """Forget nodes that have been silent on the control plane, and what is left of those that said Goodbye."""
+        for key, since in list(self._leaving.items()):
+            if now_ms - since > GOODBYE_MS:
+                self._forget(key, "goodbye")
         for key, heard in list(self._heard_ms.items()):
             if now_ms - heard > BROKER_SILENT_MS:
                 self._forget(key, "silent")
@@ -165,10 +198,11 @@ class Broker:
                 self._reply(conn, plane, source, self._pong(), header.id)
                 return None, "local"
             if header.tag == GOODBYE:
-                self._forget(source, "goodbye")
+                self._goodbye(plane, source, now_ms)
                 return None, "local"
             return LOCAL, "local"
-        return self._forward(conn, plane, header, source)
+        # Over a broker's connection comes what others sent: an answer goes to them, by the same way.
+        return self._forward(conn, plane, header, header.src_node)
 
     def from_uplink(self, plane: Plane, data: bytes) -> tuple[bytes | None, Verdict]:
         """A frame that the other broker forwarded to this one (router: from the relay)."""
@@ -176,6 +210,12 @@ class Broker:
             header = decode_header(data)
         except BadEnvelope:
             return None, "bad"
+        if header.src_node != self.relay_key:
+            # A relay may run elsewhere: what comes through it can only be from a worker that this router admitted.
+            admission = self.admitted.get(header.src_node)
+            allowed = self._senders.get(header.tag)
+            if admission is None or admission.role is not Role.AGENT or (allowed and Role.AGENT not in allowed):
+                return self._undeliverable(UPLINK, plane, header, header.src_node, "refused")
         if header.dst_node == self.key:
             return LOCAL, "local"
         return self._forward(UPLINK, plane, header, header.src_node)
@@ -228,6 +268,7 @@ class Broker:
             self._key_of.pop((plane, older), None)
         self._conn_of[plane, key] = conn
         self._key_of[plane, conn] = key
+        self._leaving.pop(key, None)
         if self.role is Role.RELAY and admission.role is Role.ROUTER:
             self.router_key, self.router_boot = key, hello.boot
         elif self.role is Role.RELAY and not self.router_key:
@@ -238,6 +279,10 @@ class Broker:
         if plane is Plane.CONTROL:
             self._heard_ms[key] = now_ms
         if hello.boot != known:
+            # What an older incarnation bound on other planes is as dead as it is.
+            for other in Plane:
+                if other is not plane:
+                    self._unbind(other, key)
             self._boot_of[key] = hello.boot
             self.events.append(NodeBound(key, hello.boot, admission.role))
         welcome = Welcome(

@@ -15,13 +15,14 @@ import msgspec
 
 from common.actors import Actor
 from common.addresses import Plane, Role
-from common.broker import LOCAL, UPLINK, Admission, Broker, NodeBound
+from common.broker import LOCAL, UPLINK, Admission, Broker, NodeBound, NodeGone
 from common.bus import BrokerSockets, Bus, Dealers
 from common.codec import BadEnvelope, decode_body, decode_envelope, decode_header, tag_of
-from common.host import BaseHost, new_boot
+from common.datagram import datagram_frame
+from common.host import EFFECT_ROUNDS_MAX, BaseHost, new_boot
 from common.link import Link, LinkEffect, LinkReset, LinkSend, LocalDoor
 from common.messages.bus import Pong, Reintroduce, Welcome
-from common.node import Identity, Node, datagram_frame
+from common.node import Identity, Node
 from common.security import SecurityError, read_bus_file
 
 _LINK_TAGS = frozenset({tag_of(Welcome), tag_of(Pong), tag_of(Reintroduce)})
@@ -63,48 +64,87 @@ class BrokerHost(BaseHost):
             bus_file.tap,
             bus_file.keys,
             self.broker.admits,
+            lambda peer: self.broker.admits(peer) and self.broker.admitted[peer].role is Role.TAP,
         )
         self._uplink_event = uplink_event
         self._uplink: Dealers | None = None
         self._uplink_key = bus_file.uplink_key
         if bus_file.uplink_endpoints:
             self.broker.beyond.add(bus_file.uplink_key)
+            self.broker.relay_key = bus_file.uplink_key
             self._uplink = Dealers(bus, bus_file.uplink_endpoints, bus_file.uplink_key, bus_file.keys)
             self._uplink_link = Link(identity.boot, bus_file.logical_id, bus_file.uplink_endpoints)
             self._uplink_frames: list[tuple[Plane, bytes]] = []
         self._uplink_boot = 0
         self._next_tick_ms = 0
+        self._due_ms = 0
+        self._touched = True
         self.actor = node.spawn(make_actor(self.broker, self._uplink is not None), name=role, address=key)
 
     # --- frames -----------------------------------------------------------------------------------------------
+    def pump(self) -> None:
+        """As every host's, but a turn that only forwarded skips actors and sessions: they have nothing to do."""
+        now_ms, wall_ms = self.loop.now_ms(), self.loop.wall_ms()
+        self._more = self.receive(now_ms, wall_ms)
+        if now_ms < self._due_ms and not self._touched and not self.node.system.busy:
+            return
+        self._touched = False
+        for _ in range(EFFECT_ROUNDS_MAX):
+            self.node.tick(now_ms, wall_ms)
+            effects = self.node.take_effects()
+            for address, effect in effects:
+                self._handlers[type(effect)](address, effect)
+            if not effects:
+                break
+        self.transmit(now_ms)
+        times = super().deadlines(now_ms)
+        if self._uplink is not None and (uplink := self._uplink_link.next_deadline()) is not None:
+            times.append(uplink)
+        self._due_ms = min(times)
+
+    def deadlines(self, now_ms: int) -> list[int]:
+        """When a turn must start: at once if an event came between the turns."""
+        return [now_ms if self._touched or self.node.system.busy else self._due_ms]
+
     def receive(self, now_ms: int, wall_ms: int) -> bool:
         """Handshakes, then frames of every plane; forwards on the way."""
-        self.sockets.answer_zap()
-        self.sockets.drain_tap()
+        ready = self.ready
+        if self.sockets.zap in ready:
+            self.sockets.answer_zap()
+        if self.sockets.tap in ready:
+            self.sockets.drain_tap()
 
         def on_frame(plane: Plane, conn: bytes, data: bytes, key: Callable[[], bytes]) -> None:
             target, verdict = self.broker.on_frame(plane, conn, key, data, now_ms)
             self._pass(plane, target, verdict, data, now_ms, wall_ms)
 
-        more = self.sockets.receive(on_frame)
+        more = self.sockets.receive(ready, self.broker.is_bound, on_frame)
         if self._uplink is not None:
             more = self._receive_uplink(self._uplink, now_ms, wall_ms) or more
         if now_ms >= self._next_tick_ms:
             self._next_tick_ms = now_ms + BROKER_TICK_MS
             self.broker.tick(now_ms)
         self._broker_events()
+        self._touched = self._touched or bool(self.broker.out)
         return more
 
     def _pass(self, plane: Plane, target: bytes | None, verdict: str, data: bytes, now_ms: int, wall_ms: int) -> None:
         if target is LOCAL:
+            self._touched = True
             self.node.on_frame(plane, data, now_ms, wall_ms)
         elif target is UPLINK:
             if self._uplink is not None and not self._uplink.send(plane, data):
                 verdict = "full"
         elif target is not None:
-            verdict = self.sockets.send(plane, target, data) or verdict
+            verdict = self._forward(plane, target, data) or verdict
         if self.sockets.tapped:
             self._mirror(plane, "in", verdict, data, wall_ms)
+
+    def _forward(self, plane: Plane, conn: bytes, frame: bytes) -> str:
+        failed = self.sockets.send(plane, conn, frame)
+        if failed == "gone":
+            self.broker.lost(plane, conn)
+        return failed
 
     def _mirror(self, plane: Plane, direction: str, verdict: str, data: bytes, wall_ms: int) -> None:
         """Tap record: a msgpack array [wall_ms, plane, direction, verdict, frame]; see tools/tap."""
@@ -113,9 +153,12 @@ class BrokerHost(BaseHost):
     def _broker_events(self) -> None:
         events, self.broker.events = self.broker.events, []
         for event in events:
+            self._touched = True
             if isinstance(event, NodeBound) and event.role is Role.ROUTER:
-                self.node.neighbours[event.key] = event.boot
+                self.node.meet(event.key, event.boot)
             self.node.deliver(self.actor, event)
+            if isinstance(event, NodeGone) and event.reason != "silent":
+                self.node.forget(event.key)
 
     def transmit(self, now_ms: int) -> None:
         """The broker's own replies, then its node's frames, then the uplink's handshake."""
@@ -137,7 +180,7 @@ class BrokerHost(BaseHost):
                 if self._uplink is not None:
                     self._uplink.send(plane, frame)
                 continue
-            verdict = self.sockets.send(plane, conn, frame) or "forwarded"
+            verdict = self._forward(plane, conn, frame) or "forwarded"
             if self.sockets.tapped:
                 self._mirror(plane, "out", verdict, frame, wall_ms)
         if self._uplink is not None:
@@ -146,16 +189,9 @@ class BrokerHost(BaseHost):
                 self._uplink.send(plane, frame)
             self._uplink_frames.clear()
 
-    def deadlines(self, now_ms: int) -> list[int]:
-        """As every host's, and the uplink's pings."""
-        times = super().deadlines(now_ms)
-        if self._uplink is not None and (deadline := self._uplink_link.next_deadline()) is not None:
-            times.append(deadline)
-        return times
-
     # --- the router's link to the relay -------------------------------------------------------------------------
     def _receive_uplink(self, uplink: Dealers, now_ms: int, wall_ms: int) -> bool:
-        for plane in uplink.refused():
+        for plane in uplink.refused(self.ready):
             self._uplink_effects(uplink, self._uplink_link.on_refused(plane, now_ms))
 
         def on_frame(plane: Plane, data: bytes) -> None:
@@ -172,7 +208,7 @@ class BrokerHost(BaseHost):
             target, verdict = self.broker.from_uplink(plane, data)
             self._pass(plane, target, verdict, data, now_ms, wall_ms)
 
-        return uplink.receive(on_frame)
+        return uplink.receive(on_frame, self.ready)
 
     def _uplink_effects(self, uplink: Dealers, effects: list[LinkEffect]) -> None:
         for effect in effects:
@@ -184,13 +220,16 @@ class BrokerHost(BaseHost):
         boot = self._uplink_link.broker_boot if self._uplink_link.up else 0
         if boot != self._uplink_boot:
             self._uplink_boot = boot
+            self._touched = True
             if boot:
-                self.node.neighbours[self._uplink_key] = boot
+                self.node.meet(self._uplink_key, boot)
             if self._uplink_event is not None:
                 self.node.deliver(self.actor, self._uplink_event(self._uplink_key, boot))
 
     def shut(self) -> None:
-        """Close the uplink, then the door."""
+        """What has arrived is acknowledged; then close the uplink, then the door."""
+        self.node.goodbye()
+        self.transmit(self.loop.now_ms())
         if self._uplink is not None:
             self._uplink.close()
         self.sockets.close()

@@ -6,8 +6,9 @@ high-water mark is a fuse; nobody sets ROUTING_ID; one thread owns every socket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 from zmq.utils import z85
@@ -25,6 +26,8 @@ RECONNECT_MS, RECONNECT_MS_MAX = 100, 2000
 DRAIN_FRAMES_MAX = 200
 """Frames taken from one socket before the next plane has its turn."""
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+TAP_DOMAIN = b"swactor-mq-tap"
+"""The ZAP domain of taps: who listens there sees everything, so only the tap's own key may."""
 
 # Refusals arrive as these monitor events; libzmq does not retry after them (anchors.md A5-3).
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -131,10 +134,12 @@ class Dealers:
             return False
         return True
 
-    def receive(self, on_frame: Callable[[Plane, bytes], None]) -> bool:
-        """Drain every plane in order, at most DRAIN_FRAMES_MAX each. True if some plane may hold more."""
+    def receive(self, on_frame: Callable[[Plane, bytes], None], ready: Container[object] | None = None) -> bool:
+        """Drain every (ready) plane in order, at most DRAIN_FRAMES_MAX each. True if some plane may hold more."""
         more = False
         for plane, socket in self._sockets.items():
+            if ready is not None and socket not in ready:
+                continue
             for _ in range(DRAIN_FRAMES_MAX):
                 try:
                     on_frame(plane, socket.recv(zmq.DONTWAIT))
@@ -144,10 +149,12 @@ class Dealers:
                 more = True
         return more
 
-    def refused(self) -> list[Plane]:
+    def refused(self, ready: Container[object] | None = None) -> list[Plane]:
         """Planes whose handshake was refused since the last call."""
         found: list[Plane] = []
         for plane, monitor in self._monitors.items():
+            if ready is not None and monitor not in ready:
+                continue
             while monitor.poll(0):
                 recv_monitor_message(monitor)
                 if plane not in found:
@@ -170,8 +177,10 @@ class BrokerSockets:
         tap: str,
         keys: KeyPair,
         admits: Callable[[bytes], bool],
+        admits_tap: Callable[[bytes], bool],
     ) -> None:
-        self._bus, self._admits = bus, admits
+        self._bus, self._admits = bus, {b"swactor-mq": admits, TAP_DOMAIN: admits_tap}
+        self._topics: set[bytes] = set()
         self._zap = bus.context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(ZAP_ENDPOINT)
@@ -188,52 +197,79 @@ class BrokerSockets:
             for address in addresses:
                 _wan(socket, address)
                 socket.bind(address)
-                self.bound[plane].append(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
+                self.bound[plane].append(_last_endpoint(socket))
             self._routers[plane] = socket
             bus.poller.register(socket, zmq.POLLIN)
         self._tap = bus.context.socket(zmq.XPUB)
         self._tap.setsockopt(zmq.LINGER, 0)
         self._tap.setsockopt(zmq.SNDHWM, 10_000)
-        self._tap.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._tap.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
         self._tap.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
         self._tap.setsockopt(zmq.CURVE_SERVER, 1)
-        self._tap.setsockopt(zmq.ZAP_DOMAIN, b"swactor-mq")
+        self._tap.setsockopt(zmq.ZAP_DOMAIN, TAP_DOMAIN)
         self._tap.bind(tap)
-        self.tap_endpoint = self._tap.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        self.tap_endpoint = _last_endpoint(self._tap)
         bus.poller.register(self._tap, zmq.POLLIN)
-        self._tapped = False
+        self.tapped = False
+        """Whether anybody listens at the tap: mirroring costs nothing otherwise."""
 
     @property
-    def tapped(self) -> bool:
-        """Whether anybody listens at the tap: mirroring costs nothing otherwise."""
-        return self._tapped
+    def zap(self) -> zmq.Socket[bytes]:
+        """Readable when a handshake waits for its answer."""
+        return self._zap
+
+    @property
+    def tap(self) -> zmq.Socket[bytes]:
+        """Readable when a listener came or went."""
+        return self._tap
 
     def answer_zap(self) -> None:
         """Answer every pending handshake: the key is admitted or not (RFC 27)."""
         while True:
             try:
-                version, request, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart(
+                version, request, domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart(
                     zmq.DONTWAIT
                 )
             except zmq.Again:
                 return
             key = credentials[0] if credentials and mechanism == b"CURVE" else b""
-            ok = len(key) == 32 and self._admits(key)
+            ok = len(key) == 32 and domain in self._admits and self._admits[domain](key)
             status, text, user = (b"200", b"OK", key.hex().encode()) if ok else (b"400", b"not admitted", b"")
             self._zap.send_multipart([version, request, status, text, user, b""])
 
-    def receive(self, on_frame: Callable[[Plane, bytes, bytes, Callable[[], bytes]], None]) -> bool:
-        """Drain every plane in order: on_frame(plane, conn, data, key) with key() reading the handshake's key."""
+    def receive(
+        self,
+        ready: Container[object],
+        is_bound: Callable[[Plane, bytes], bool],
+        on_frame: Callable[[Plane, bytes, bytes, Callable[[], bytes]], None],
+    ) -> bool:
+        """Drain every ready plane in order: on_frame(plane, conn, data, key) with key() reading the handshake's key.
+
+        Only frames of unbound connections are taken as zmq.Frame, which costs twice as much and knows the key.
+        True if some plane may hold more.
+        """
         more = False
         for plane, socket in self._routers.items():
+            if socket not in ready:
+                continue
             for _ in range(DRAIN_FRAMES_MAX):
                 try:
-                    frames = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                    conn = socket.recv(zmq.DONTWAIT)
                 except zmq.Again:
                     break
-                if len(frames) == 2:
-                    on_frame(plane, frames[0].bytes, frames[1].bytes, lambda frame=frames[1]: _user_key(frame))
+                if not socket.getsockopt(zmq.RCVMORE):
+                    continue
+                if is_bound(plane, conn):
+                    data, key = socket.recv(zmq.DONTWAIT), _no_key
+                else:
+                    frame = socket.recv(zmq.DONTWAIT, copy=False)
+                    data, key = frame.bytes, partial(_user_key, frame)
+                if socket.getsockopt(zmq.RCVMORE):
+                    # One body frame is the rule (anchors.md A8); the rest of the message must go all the same.
+                    while socket.getsockopt(zmq.RCVMORE):
+                        socket.recv(zmq.DONTWAIT)
+                    continue
+                on_frame(plane, conn, data, key)
             else:
                 more = True
         return more
@@ -241,7 +277,9 @@ class BrokerSockets:
     def send(self, plane: Plane, conn: bytes, frame: bytes) -> str:
         """ "" when accepted, "full" when the peer does not read, "gone" when the connection is no more."""
         try:
-            self._routers[plane].send_multipart([conn, frame], zmq.DONTWAIT)
+            socket = self._routers[plane]
+            socket.send(conn, zmq.DONTWAIT | zmq.SNDMORE)
+            socket.send(frame, zmq.DONTWAIT)
         except zmq.Again:
             return "full"
         except zmq.ZMQError as error:
@@ -261,13 +299,24 @@ class BrokerSockets:
                 message = self._tap.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._tapped = bool(message[:1] == b"\1") or self._tapped
+            (self._topics.add if message[:1] == b"\1" else self._topics.discard)(message[1:])
+            self.tapped = bool(self._topics)
 
     def close(self) -> None:
         """Routers first with linger, then tap, then ZAP."""
         for socket in (*self._routers.values(), self._tap, self._zap):
             self._bus.poller.unregister(socket)
             socket.close()
+
+
+def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode().rstrip("\0")
+
+
+def _no_key() -> bytes:
+    return b""
 
 
 def _user_key(frame: zmq.Frame) -> bytes:

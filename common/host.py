@@ -8,7 +8,7 @@ import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ from common.security import BusFile, SecurityError, read_bus_file
 
 EFFECT_ROUNDS_MAX = 1000  # effects may cause events that cause effects; more is a loop
 IDLE_TURN_MS = 1000  # an idle node wakes for its pings anyway
+
+
+class _Everything(Container[Any]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+EVERYTHING = _Everything()
 
 
 class BaseHost:
@@ -139,12 +147,14 @@ class BaseHost:
     def turn(self) -> None:
         """One pump cycle (S1 5.1): wait, frames in, actors, frames out."""
         now = self.loop.now_ms()
-        self.loop.turn(0 if self._more else min(self.deadlines(now)) - now)
+        self.ready = self.loop.turn(0 if self._more else min(self.deadlines(now)) - now)
         started = self.loop.now_ms()
         self.pump()
         self.loop.note_turn(self.loop.now_ms() - started)
 
     _more = False
+    ready: Container[Any] = EVERYTHING
+    """The sockets that the last wait found readable; everything for a pump without a wait."""
 
     def pump(self) -> None:
         """Everything of a turn but the wait."""

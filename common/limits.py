@@ -16,6 +16,7 @@ LINK_REBUILD_MS_MAX = 5000
 LINK_DOWN_FAILS_SENDS_MS = 5000  # S1 6.11, 10.12: a send fails when the link has been down so long
 
 ADMIT_RESEND_MS = 500  # the relay may be restarting
+RESYNC_MS = 1000  # a watcher that missed a Delta; it may be cut off for long, and each try is held 5 s anyway
 BROKER_SILENT_MS = 10_000  # a bound node that pings no more for so long is unbound; its routes are SWIM's business
 
 # --- sessions (common/session.py) -------------------------------------------------------------------------------
@@ -30,6 +31,7 @@ RETRANSMIT_MS_MIN = 500
 RETRANSMIT_MS_MAX = 5000
 ACK_DELAY_MS = 20  # an answer usually carries the ack within this time
 ACK_EVERY_MESSAGES = 64  # a quarter of the window, so that a fast sender never stalls on a delayed ack
+OWN_RETRY_MS = 1000  # a node's own Register and Watch after a failure: the way may be gone for long
 UNROUTABLE_HOLD_MS = 5000  # a route may be on its way (design.md 3)
 
 # --- actors -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Link: whether this node's door broker is there, per plane (design.md 3).
 
-Hello until Welcome, then an application ping each second: libzmq answers its own heartbeats even when the broker's loop
-hangs, and a ROUTER that lost its state says nothing at all. Silence or a refusal rebuilds the socket, since libzmq never
-retries after a failed handshake. Pure: it says what to send and which socket to rebuild.
+Hello until Welcome, then an application ping each second: libzmq answers its own heartbeats even when the broker's
+loop hangs, and a ROUTER that lost its state says nothing at all. Silence or a refusal rebuilds the socket, since libzmq
+never retries after a failed handshake. Pure: it says what to send and which socket to rebuild.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _Lane:
     heard_ms: int = 0
     next_ms: int = 0
     tries_since_ms: int = 0
+    down_since_ms: int | None = 0
     backoff_ms: int = LINK_REBUILD_MS_MIN
 
 
@@ -67,7 +68,6 @@ class Link:
         self.broker_boot = 0
         self.router_key = b""
         self.router_boot = 0
-        self.down_since_ms: int | None = 0
         self._started = False
 
     @property
@@ -77,7 +77,14 @@ class Link:
 
     def is_up(self, plane: Plane) -> bool:
         """This plane is bound and answering."""
-        return self.lanes[plane].up
+        lane = self.lanes.get(plane)
+        return lane is not None and lane.up
+
+    def down_since(self, plane: Plane) -> int | None:
+        """Since when this plane is down, None while it is up: its sends fail after 5 s (S1 6.11). A plane that this
+        node does not dial was never up."""
+        lane = self.lanes.get(plane)
+        return lane.down_since_ms if lane else 0
 
     def heard(self, plane: Plane, now_ms: int) -> None:
         """Any frame is a sign of life."""
@@ -97,8 +104,7 @@ class Link:
         self.broker_key, self.broker_boot = message.broker_key, message.broker_boot
         self.router_key, self.router_boot = message.router_key, message.router_boot
         lane.up, lane.backoff_ms, lane.next_ms = True, LINK_REBUILD_MS_MIN, now_ms + LINK_PING_MS
-        if plane is Plane.CONTROL:
-            self.down_since_ms = None
+        lane.down_since_ms = None
         return [LinkUp(plane, fresh)]
 
     def on_refused(self, plane: Plane, now_ms: int) -> list[LinkEffect]:
@@ -112,11 +118,12 @@ class Link:
 
     def _down(self, plane: Plane, now_ms: int) -> list[LinkEffect]:
         lane = self.lanes[plane]
-        if lane.up or not lane.next_ms:
-            lane.tries_since_ms = now_ms
+        if lane.up:
+            lane.tries_since_ms = lane.down_since_ms = now_ms
+        elif now_ms < lane.next_ms:
+            # A Hello is on its way: a restarted broker answers each of a window's frames with Reintroduce.
+            return []
         lane.up = False
-        if plane is Plane.CONTROL and self.down_since_ms is None:
-            self.down_since_ms = now_ms
         lane.next_ms = now_ms + HELLO_RESEND_MS
         return [LinkSend(plane, self._hello)]
 
@@ -124,9 +131,8 @@ class Link:
         """Pings, Hellos and rebuilds that are due."""
         if not self._started:
             self._started = True
-            self.down_since_ms = now_ms
             for lane in self.lanes.values():
-                lane.tries_since_ms = lane.heard_ms = lane.next_ms = now_ms
+                lane.tries_since_ms = lane.heard_ms = lane.next_ms = lane.down_since_ms = now_ms
         effects: list[LinkEffect] = []
         for plane, lane in self.lanes.items():
             if lane.up and now_ms - lane.heard_ms > LINK_SILENT_MS:
@@ -161,12 +167,15 @@ class LocalDoor:
     def __init__(self, key: bytes, boot: int, *, is_router: bool) -> None:
         self.broker_key, self.broker_boot = key, boot
         self.router_key, self.router_boot = (key, boot) if is_router else (b"", 0)
-        self.down_since_ms: int | None = None
         self.up = True
 
     def is_up(self, plane: Plane) -> bool:
         """Always."""
         return True
+
+    def down_since(self, plane: Plane) -> int | None:
+        """Never."""
+        return None
 
     def heard(self, plane: Plane, now_ms: int) -> None:
         """Nothing to note."""

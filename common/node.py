@@ -6,12 +6,10 @@ out. Routing is by actor address: local, else by the route view, else by who wro
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from common.actors import Actor, ActorSystem, Outbound
 from common.addresses import NO_RUN, Plane, Role
@@ -22,13 +20,19 @@ from common.codec import (
     decode_body,
     decode_envelope,
     encode_body,
-    encode_envelope,
     tag_of,
 )
+from common.datagram import datagram_frame
 from common.effects import Effect, SendFailed, ViewChanged
-from common.envelope import ENVELOPE_VERSION, Envelope
-from common.limits import LINK_DOWN_FAILS_SENDS_MS, UNROUTABLE_HOLD_MS
-from common.link import Link, LinkEffect, LinkReset, LinkSend, LocalDoor
+from common.envelope import Envelope
+from common.held import Held
+from common.limits import (
+    ENVELOPE_BYTES_MAX,
+    LINK_DOWN_FAILS_SENDS_MS,
+    OWN_RETRY_MS,
+    UNROUTABLE_HOLD_MS,
+)
+from common.link import Link, LinkEffect, LinkReset, LinkSend, LinkUp, LocalDoor
 from common.messages.bus import (
     Delta,
     Goodbye,
@@ -44,14 +48,16 @@ from common.messages.bus import (
     Watch,
     Welcome,
 )
-from common.session import Failure, Item, Session
+from common.session import Failure, Item
+from common.session_table import SessionTable
 from common.views import Views
 
 if TYPE_CHECKING:
     import random
 
 LEARNED_ADDRESSES_MAX = 4096  # reply addresses without a route; the oldest is forgotten
-RECENT_MESSAGES_MAX = 1024  # sent messages kept so that a late NoSuchActor still finds its sender
+SETTLE_ROUNDS_MAX = 100  # actors that answer each other's failures for ever must not stop the pump
+HEADER_BYTES_MAX = 512  # what an envelope adds to its body
 PLANES: tuple[Plane, ...] = (Plane.CONTROL, Plane.PROMPT, Plane.STREAM)
 """The planes that a node without edges dials; engines and gateways add EDGE with the pipeline."""
 
@@ -65,12 +71,6 @@ class Identity:
     boot: int
     logical_id: str
     run: bytes = NO_RUN
-
-
-@dataclass(slots=True)
-class _Held:
-    until_ms: int
-    out: Outbound
 
 
 class Node:
@@ -108,18 +108,21 @@ class Node:
         """Node mailboxes that need no route: brokers, by key, with their boots."""
         self.counters: dict[str, int] = {}
         self._validate = validate
-        self._sessions: dict[tuple[bytes, Plane], Session] = {}
-        self._held: deque[_Held] = deque()
+        self._sessions = SessionTable(identity.key, identity.boot)
+        self._held = Held()
+        self._found_new = False
         self._learned: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
-        self._recent: OrderedDict[int, tuple[bytes, bytes, Message]] = OrderedDict()
         self._watched: dict[str, tuple[bytes, int]] = {}
-        self._lane_was_up: set[Plane] = set()
+        self._watch_again: set[str] = set()
+        self._register_again: dict[bytes, int] = {}
+        self._retry_at = 0
+        self._subscribed_for = (0, -1)
         self.now_ms = 0
         self.wall_ms = 0
 
     # --- the host's side --------------------------------------------------------------------------------------
     def at(self, now_ms: int, wall_ms: int) -> None:
-        """Tell the time without letting anything happen: before the first actor is spawned, its timers count from it."""
+        """Tell the time and let nothing happen: before the first actor is spawned, whose timers count from it."""
         self.now_ms, self.wall_ms = now_ms, wall_ms
         self.system.now_ms, self.system.wall_ms = now_ms, wall_ms
 
@@ -147,9 +150,23 @@ class Node:
         taken, self.resets = self.resets, []
         return taken
 
-    def goodbye(self) -> None:
-        """Leave: routes and bindings go at once."""
-        self._datagram(self.broker_key, Goodbye(), Plane.CONTROL)
+    def goodbye(self, planes: Iterable[Plane] = PLANES) -> None:
+        """Leave: what has arrived is acknowledged, then routes and bindings go at once. One Goodbye a plane, because
+        planes overtake each other and an ack behind the Goodbye would be dropped."""
+        self.frames += self._sessions.owed_acks()
+        if isinstance(self.link, LocalDoor):
+            return
+        for plane in planes:
+            self._datagram(self.broker_key, Goodbye(), plane)
+
+    def meet(self, key: bytes, boot: int) -> None:
+        """A broker's own node: the other broker is there, with this boot."""
+        self.neighbours[key] = boot
+        self._found_new = True
+
+    def forget(self, peer: bytes) -> None:
+        """A broker's own node: this peer said Goodbye or was revoked."""
+        self._fail(self._sessions.forget(peer, "unroutable"))
 
     def tick(self, now_ms: int, wall_ms: int) -> None:
         """Let time pass: link, timers, actors, retransmissions."""
@@ -163,12 +180,16 @@ class Node:
 
     def next_deadline(self) -> int | None:
         """When tick has something to do, monotonic ms; None: nothing is due."""
-        times = [self.link.next_deadline(), self.system.next_deadline()]
-        for (_, plane), session in self._sessions.items():
-            if self.link.is_up(plane):
-                times.append(session.next_deadline())
-        if self._held:
-            times.append(self._held[0].until_ms)
+        times = [
+            self.link.next_deadline(),
+            self.system.next_deadline(),
+            self._sessions.next_deadline(self.link.is_up),
+            self._held.next_deadline(),
+        ]
+        if self.system.outbound:
+            times.append(self.now_ms)
+        if (self._watch_again or self._register_again) and self.link.up:
+            times.append(self._retry_at)
         return min((at for at in times if at is not None), default=None)
 
     # --- frames in --------------------------------------------------------------------------------------------
@@ -190,23 +211,25 @@ class Node:
         if envelope.dst_boot and envelope.dst_boot != self.identity.boot:
             # Meant for an earlier incarnation: our ack tells the sender our boot.
             if envelope.plane_seq:
-                self._emit(plane, self._session(envelope.src_node, plane).ack_frame())
+                self._emit(plane, self._sessions.get(envelope.src_node, plane).ack_frame())
             self._count("foreign_boot")
             return
         if not envelope.plane_seq and not envelope.src_boot:
             # A broker core speaks for itself, outside of any session.
             self._dispatch(plane, envelope)
             return
-        session = self._session(envelope.src_node, plane)
+        session = self._sessions.get(envelope.src_node, plane)
         if envelope.src_boot < session.peer_boot:
             self._count("stale_boot")
             return
+        session.used_ms = self.now_ms
         self._fail(session.note_boot(envelope.src_boot))
+        if not envelope.plane_seq:
+            # Before the ack: a NoSuchActor names a message that the same envelope acknowledges.
+            self._dispatch(plane, envelope)
         if envelope.dst_boot:
             session.on_ack(envelope.ack)
-        if not envelope.plane_seq:
-            self._dispatch(plane, envelope)
-        else:
+        if envelope.plane_seq:
             for ready in session.on_envelope(envelope, self.now_ms):
                 self._dispatch(plane, ready)
 
@@ -221,11 +244,14 @@ class Node:
         except BadEnvelope:
             self._count("bad_body")
             return
-        if envelope.src and self.views.routes.owner(envelope.src) is None:
-            self._learned[envelope.src] = (envelope.src_node, envelope.src_boot)
+        if envelope.src_boot and self.views.routes.owner(envelope.src) is None:
+            home = (envelope.src_node, envelope.src_boot)
+            if self._learned.get(envelope.src) != home:
+                self._learned[envelope.src] = home
+                self._found_new = True
+                if len(self._learned) > LEARNED_ADDRESSES_MAX:
+                    self._learned.popitem(last=False)
             self._learned.move_to_end(envelope.src)
-            if len(self._learned) > LEARNED_ADDRESSES_MAX:
-                self._learned.popitem(last=False)
         if self.system.hosts(envelope.dst):
             delivered = self.system.deliver(
                 envelope.dst, message, src=envelope.src, src_node=envelope.src_node, id=envelope.id
@@ -246,21 +272,28 @@ class Node:
             case Snapshot() | Delta():
                 self._view_update(message, envelope.src_node)
             case Undeliverable():
-                for (peer, lane), session in self._sessions.items():
-                    if lane is plane and peer == message.dst_node:
-                        self._fail(session.on_undeliverable(envelope.corr, message.reason, self.now_ms))
+                if session := self._sessions.known(message.dst_node, plane):
+                    self._fail(session.on_undeliverable(envelope.corr, message.reason, self.now_ms))
             case StaleRoute():
-                self._learned.pop(message.address, None)
-                for (_, lane), session in self._sessions.items():
-                    if lane is plane:
-                        self._fail(session.on_undeliverable(envelope.corr, "refused", self.now_ms))
+                self._stale_route(plane, envelope.corr, message.address)
             case NoSuchActor():
                 self._learned.pop(message.address, None)
-                self._fail_recent(envelope.corr, "unroutable")
+                self._fail_sent(plane, envelope, "unroutable")
             case Unsupported():
-                self._fail_recent(envelope.corr, "unsupported")
+                self._fail_sent(plane, envelope, "unsupported")
             case _:
                 pass
+
+    def _stale_route(self, plane: Plane, id: int, address: bytes) -> None:
+        """The router knows another owner of `address`: go there, if the view or a reply address says where."""
+        self._learned.pop(address, None)
+        for session in self._sessions.of_plane(plane):
+            for failure in session.on_undeliverable(id, "refused", self.now_ms):
+                found, item = self._reach(address, plane), failure.item
+                if found is not None and found[0] != session.peer:
+                    self._send(Outbound(item.src, item.dst, item.message, item.corr), *found)
+                else:
+                    self._sender_failed(item.src, item.dst, item.message, "unroutable")
 
     # --- views ------------------------------------------------------------------------------------------------
     def _view_update(self, update: Snapshot | Delta, publisher: bytes) -> None:
@@ -271,7 +304,8 @@ class Node:
         if self._watched.get(update.view, (b"", 0))[0] != publisher:
             return
         if not replica.apply(update):
-            self._watched.pop(update.view, None)
+            self._watch_again.add(update.view)
+            self._retry_at = self.now_ms
         self._view_changed(update.view)
 
     def _view_changed(self, view: str) -> None:
@@ -280,38 +314,53 @@ class Node:
             boots: dict[bytes, int] = {}
             for route in self.views.routes.entries():
                 boots[route.node] = max(route.boot, boots.get(route.node, 0))
-            for (peer, _), session in self._sessions.items():
-                if peer in boots:
-                    self._fail(session.note_boot(boots[peer]))
+            self._fail(self._sessions.note_boots(boots))
+            self._found_new = True
         for address in list(self.system.watchers.get(view, [])):
             self.system.deliver(address, ViewChanged(view))
 
     def _subscribe(self) -> None:
-        """Watch what is wanted at whoever publishes it now; again when the publisher's boot changes."""
+        """Watch what is wanted at whoever publishes it now; again when the publisher's boot changes, after a gap, and
+        after each break of the link, during which a publisher may have given this watcher up."""
         if isinstance(self.link, LocalDoor) or not self.link.up:
             return
+        wanted = (self.views.routes.revision, len(self.system.wanted_views))
+        due = bool(self._watch_again or self._register_again) and self.now_ms >= self._retry_at
+        if wanted == self._subscribed_for and not due:
+            return
+        self._subscribed_for = wanted
+        if due:
+            self._retry_at = self.now_ms + OWN_RETRY_MS
+            self._say_registrations()
         for view in sorted({"routes"} | self.system.wanted_views):
             if view in ("routes", "paths"):
                 publisher, boot, actor = self.link.router_key, self.link.router_boot, self.link.router_key
             else:
                 route = self.views.routes.named(Role.MEMBERSHIP)
                 if route is None:
-                    if self._watched.pop(view, None) and self.views.by_name(view).known:
-                        self.views.by_name(view).forget()
-                        self._view_changed(view)
+                    if self._watched.pop(view, None):
+                        self._unknown(view)
                     continue
                 publisher, boot, actor = route.node, route.boot, route.address
-            if self._watched.get(view) == (publisher, boot):
+            same = self._watched.get(view) == (publisher, boot)
+            if same and not (due and view in self._watch_again):
                 continue
+            self._watch_again.discard(view)
             self._watched[view] = (publisher, boot)
-            if self.views.by_name(view).known and view != "routes":
-                self.views.by_name(view).forget()
-                self._view_changed(view)
+            if not same and view != "routes":
+                self._unknown(view)
             self._send(Outbound(self.identity.key, actor, Watch(view=view), 0), publisher, boot)
+
+    def _unknown(self, view: str) -> None:
+        """Nobody publishes this view now: it reads unknown until the next Snapshot."""
+        if self.views.by_name(view).known:
+            self.views.by_name(view).forget()
+            self._view_changed(view)
 
     # --- registration (Registrar) -----------------------------------------------------------------------------
     def registered(self, address: bytes, generation: int, name: str) -> None:
         """An actor started: its route is published once the router is known, and after each router restart."""
+        self._found_new = True
         if self.link.router_key:
             self._register(address, generation, name)
 
@@ -328,6 +377,16 @@ class Node:
         out = Outbound(self.identity.key, self.link.router_key, register, 0)
         self._send(out, self.link.router_key, self.link.router_boot)
 
+    def _say_registrations(self) -> None:
+        """What the router was not told, because the way to it was gone for so long that the session gave up."""
+        again, self._register_again = self._register_again, {}
+        alive = {address: (generation, name) for address, generation, name in self.system.addresses()}
+        for address, generation in sorted(again.items()):
+            if address in alive:
+                self._register(address, *alive[address])
+            else:
+                self.unregistered(address, generation)
+
     # --- sending ----------------------------------------------------------------------------------------------
     def _link_effects(self, effects: Iterable[LinkEffect]) -> None:
         for effect in effects:
@@ -336,73 +395,90 @@ class Node:
             elif isinstance(effect, LinkReset):
                 self.resets.append(effect.plane)
             else:
-                self.neighbours[self.link.router_key] = self.link.router_boot
-                if self.link.router_key:
-                    self._fail(self._session(self.link.router_key, effect.plane).note_boot(self.link.router_boot))
-                for (_, plane), session in self._sessions.items():
-                    if plane is effect.plane:
-                        session.resend_now(self.now_ms)
-                if effect.fresh_router:
-                    for address, generation, name in self.system.addresses():
-                        self._register(address, generation, name)
+                self._link_up(effect)
         was, self.views.link_up = self.views.link_up, self.link.up
         if was != self.link.up:
             self._view_changed("paths")
 
+    def _link_up(self, effect: LinkUp) -> None:
+        router, boot = self.link.router_key, self.link.router_boot
+        if router:
+            self.neighbours[router] = boot
+            self._found_new = True
+            self._fail(self._sessions.get(router, effect.plane).note_boot(boot))
+        for session in self._sessions.of_plane(effect.plane):
+            session.resend_now(self.now_ms)
+        if effect.plane is Plane.CONTROL or effect.fresh_router:
+            self._watch_again |= self._watched.keys()
+            self._retry_at = self.now_ms
+        if effect.fresh_router:
+            self._register_again.clear()
+            for address, generation, name in self.system.addresses():
+                self._register(address, generation, name)
+
+    def _dead(self, plane: Plane) -> bool:
+        """The plane has been down for so long that sends on it fail."""
+        down = self.link.down_since(plane)
+        return down is not None and self.now_ms - down >= LINK_DOWN_FAILS_SENDS_MS
+
     def _settle(self) -> None:
         """Run actors and move what they sent until nothing changes; then collect frames."""
-        for _ in range(100):
+        self._sessions.sweep(self.now_ms)
+        for plane in Plane:
+            if self._dead(plane):
+                for session in self._sessions.of_plane(plane):
+                    self._fail(session.fail_all("link_down"))
+        for _ in range(SETTLE_ROUNDS_MAX):
             self._subscribe()
+            self._release_held()
             self.system.run(self.now_ms, self.wall_ms)
-            if not self.system.outbound and not self._held_due():
+            if not self.system.outbound:
                 break
             outbound, self.system.outbound = self.system.outbound, []
             for out in outbound:
-                self._route(out)
-        down = self.link.down_since_ms
-        if down is not None and self.now_ms - down >= LINK_DOWN_FAILS_SENDS_MS:
-            for session in self._sessions.values():
-                self._fail(session.fail_all("link_down"))
-            self.system.run(self.now_ms, self.wall_ms)
-        for (_, plane), session in self._sessions.items():
-            if self.link.is_up(plane):
-                self.frames.extend((plane, frame) for frame in session.poll(self.now_ms))
-            if self._validate:
-                session.check()
+                self._route(out, self.now_ms + UNROUTABLE_HOLD_MS)
+        self._sessions.poll(self.now_ms, self.link.is_up, self.frames)
+        if self._validate:
+            self.check()
 
     def settle(self) -> None:
         """After on_frame calls: run actors and collect what they send."""
         self._settle()
 
-    def _held_due(self) -> bool:
-        """Retry what had no route; fail what waited 5 s. True if anything moved."""
-        moved = False
-        for _ in range(len(self._held)):
-            held = self._held.popleft()
-            if self._find(held.out.dst) is not None:
-                self._route(held.out)
-                moved = True
-            elif self.now_ms >= held.until_ms:
-                self._sender_failed(held.out.src, held.out.dst, held.out.message, "unroutable")
-                moved = True
-            else:
-                self._held.append(held)
-        return moved
+    def _release_held(self) -> None:
+        """Send what has a way now; fail what has waited 5 s. In order: nothing overtakes what is held before it."""
+        if self._found_new:
+            self._found_new = False
+            for out, until_ms in self._held.take_all():
+                self._route(out, until_ms)
+        for out in self._held.expired(self.now_ms):
+            self._sender_failed(out.src, out.dst, out.message, "unroutable")
 
-    def _find(self, dst: bytes) -> tuple[bytes, int] | None:
-        """The node and boot that host an actor, or None."""
+    def _reach(self, dst: bytes, plane: Plane) -> tuple[bytes, int] | None:
+        """The node and boot that host an actor, or None. A route older than what is known of its node is none."""
         if dst in self.neighbours:
             return dst, self.neighbours[dst]
         if route := self.views.routes.owner(dst):
-            return route.node, route.boot
-        return self._learned.get(dst)
+            found = (route.node, route.boot)
+        elif (learned := self._learned.get(dst)) is not None:
+            found = learned
+        else:
+            return None
+        session = self._sessions.known(found[0], plane)
+        return None if session is not None and found[1] < session.peer_boot else found
 
-    def _route(self, out: Outbound) -> None:
-        found = self._find(out.dst)
-        if found is not None:
+    def _route(self, out: Outbound, hold_until_ms: int) -> None:
+        if self.system.hosts(out.dst):
+            self.system.post(out.dst, out.message, src=out.src, corr=out.corr)
+            return
+        plane = type(out.message).PLANE
+        datagram = type(out.message).DATAGRAM
+        if (datagram or not self._held.blocks(out.dst, plane)) and (found := self._reach(out.dst, plane)) is not None:
             self._send(out, *found)
-        elif not type(out.message).DATAGRAM:
-            self._held.append(_Held(self.now_ms + UNROUTABLE_HOLD_MS, out))
+        elif datagram:
+            self._count("datagram_unroutable")
+        elif not self._held.add(out, hold_until_ms):
+            self._sender_failed(out.src, out.dst, out.message, "queue_full")
 
     def _send(self, out: Outbound, node: bytes, boot: int) -> None:
         if node == self.identity.key:
@@ -413,28 +489,29 @@ class Node:
         if type(out.message).DATAGRAM:
             self._datagram(node, out.message, plane, out.corr, boot, out.src, out.dst)
             return
-        session = self._session(node, plane)
-        if boot < session.peer_boot:
-            # The route is older than what we know of the node: its new routes are on their way.
-            self._held.append(_Held(self.now_ms + UNROUTABLE_HOLD_MS, out))
+        if self._dead(plane):
+            self._sender_failed(out.src, out.dst, out.message, "link_down")
             return
+        session = self._sessions.get(node, plane)
         self._fail(session.note_boot(boot))
         item = Item(
             self.system.new_id(),
             self.run,
-            out.src,
+            out.src or self.identity.key,
             out.dst,
             out.corr,
             out.message,
             tag_of(type(out.message)),
             encode_body(out.message),
         )
-        if not session.send(item):
+        if len(item.body) + HEADER_BYTES_MAX > ENVELOPE_BYTES_MAX:
+            # Every broker would cut the connection that brings it, again and again.
+            self._count("too_large")
+            self._sender_failed(out.src, out.dst, out.message, "refused")
+        elif not session.send(item):
             self._sender_failed(out.src, out.dst, out.message, "queue_full")
-            return
-        self._recent[item.id] = (out.src, out.dst, out.message)
-        if len(self._recent) > RECENT_MESSAGES_MAX:
-            self._recent.popitem(last=False)
+        else:
+            session.used_ms = self.now_ms
 
     def _datagram(
         self,
@@ -446,7 +523,7 @@ class Node:
         src: bytes = b"",
         dst: bytes = b"",
     ) -> None:
-        session = self._sessions.get((node, plane))
+        session = self._sessions.known(node, plane)
         ack = session.received if session and boot == session.peer_boot else 0
         self._emit(
             plane,
@@ -467,26 +544,26 @@ class Node:
     def _emit(self, plane: Plane, frame: bytes) -> None:
         self.frames.append((plane, frame))
 
-    def _session(self, peer: bytes, plane: Plane) -> Session:
-        found = self._sessions.get((peer, plane))
-        if found is None:
-            found = self._sessions[peer, plane] = Session(self.identity.key, self.identity.boot, peer, plane)
-        return found
-
     # --- failures ---------------------------------------------------------------------------------------------
     def _fail(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
             item = failure.item
             self._sender_failed(item.src, item.dst, item.message, failure.reason)
 
-    def _fail_recent(self, id: int, reason: str) -> None:
-        if found := self._recent.pop(id, None):
-            self._sender_failed(*found, reason)
+    def _fail_sent(self, plane: Plane, answer: Envelope, reason: str) -> None:
+        """The peer has no use for message `corr`."""
+        session = self._sessions.known(answer.src_node, plane)
+        if session is not None and (item := session.item(answer.corr)) is not None:
+            self._sender_failed(item.src, item.dst, item.message, reason)
 
     def _sender_failed(self, src: bytes, dst: bytes, message: Message, reason: str) -> None:
         self._count(f"failed_{reason}")
-        if src == self.identity.key and isinstance(message, Watch):
-            self._watched.pop(message.view, None)
+        if src == self.identity.key and isinstance(message, Watch | Register | Unregister):
+            if isinstance(message, Watch):
+                self._watch_again.add(message.view)
+            else:
+                self._register_again[message.address] = message.generation
+            self._retry_at = max(self._retry_at, self.now_ms + OWN_RETRY_MS)
         elif self.system.hosts(src):
             self.system.deliver(src, SendFailed(dst, message, reason))
 
@@ -496,43 +573,14 @@ class Node:
     @property
     def unsettled(self) -> int:
         """Messages accepted but not yet acknowledged by their receivers (what a clean exit waits for)."""
-        return sum(session.outstanding for session in self._sessions.values()) + len(self._held)
+        return self._sessions.unsettled + len(self._held)
+
+    def check(self) -> None:
+        """Invariants of the node (run after each turn under validation)."""
+        self._sessions.check()
+        self._held.check()
+        assert len(self._learned) <= LEARNED_ADDRESSES_MAX
 
     def snapshot(self) -> Mapping[str, object]:
         """What a person wants to see of this node."""
         return {"link_up": self.link.up, "sessions": len(self._sessions), "counters": dict(self.counters)}
-
-
-def datagram_frame(
-    identity: Identity,
-    node: bytes,
-    message: Message,
-    *,
-    id: int,
-    run: bytes = NO_RUN,
-    src: bytes = b"",
-    dst: bytes = b"",
-    dst_boot: int = 0,
-    corr: int = 0,
-    ack: int = 0,
-) -> bytes:
-    """One datagram (plane_seq and base 0). src and dst default to the mailboxes of the two nodes."""
-    return encode_envelope(
-        Envelope(
-            ENVELOPE_VERSION,
-            tag_of(type(message)),
-            id,
-            run,
-            identity.key,
-            identity.boot,
-            src or identity.key,
-            node,
-            dst_boot,
-            dst or node,
-            corr,
-            0,
-            0,
-            ack,
-            msgspec.Raw(encode_body(message)),
-        )
-    )

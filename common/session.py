@@ -1,14 +1,15 @@
 """Sessions: ordered, exactly-once delivery between two incarnations over brokers that may drop anything (design.md 3).
 
 A session is (own boot, peer node, peer boot, plane): sequence numbers, a cumulative ack, a window that is also the
-credit, and a retained tail. Brokers are lossy switches, so reliability lives here and nowhere else. A sender that gives
-messages up moves `base` past them; the receiver never waits for a position below it. Pure: time comes in, frames go out.
+credit, and a retained tail. Brokers are lossy switches, so reliability lives here and nowhere else. A sender that
+gives messages up moves `base` past them; the receiver never waits for a position below it. Pure: time comes in,
+frames go out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,6 +21,7 @@ from common.limits import (
     ACK_EVERY_MESSAGES,
     RETRANSMIT_MS_MAX,
     RETRANSMIT_MS_MIN,
+    SESSION_EARLY_BYTES_MAX,
     SESSION_QUEUE_BYTES_MAX,
     SESSION_QUEUE_MESSAGES_MAX,
     SESSION_WINDOW_BYTES,
@@ -57,12 +59,18 @@ class Failure:
 
 
 class Session:
-    """Both directions between this node and one peer on one plane."""
+    """Both directions between this node and one peer on one plane.
 
-    def __init__(self, me: bytes, my_boot: int, peer: bytes, plane: Plane) -> None:
+    first_seq: where its numbers start; above 1 after an earlier session of these incarnations was forgotten (`base`
+    moves the receiver there).
+    """
+
+    def __init__(self, me: bytes, my_boot: int, peer: bytes, plane: Plane, first_seq: int = 1) -> None:
         self.me, self.my_boot, self.peer, self.plane = me, my_boot, peer, plane
         self.peer_boot = 0
-        self._next_seq = 1
+        self.used_ms = 0
+        """When anything was last sent or received: what is idle for long is forgotten."""
+        self._next_seq = first_seq
         self._unacked: deque[Item] = deque()
         self._unacked_bytes = 0
         self._queued: deque[Item] = deque()
@@ -72,6 +80,7 @@ class Session:
         self._unroutable_since: int | None = None
         self._expected = 1
         self._early: dict[int, Envelope] = {}
+        self._early_bytes = 0
         self._ack_at: int | None = None
         self._ack_owed = 0
 
@@ -106,6 +115,7 @@ class Session:
             self._retransmit_at = now_ms + self._rto_ms
         if frames:
             self._ack_at, self._ack_owed = None, 0
+            self.used_ms = now_ms
         elif self._ack_at is not None and now_ms >= self._ack_at:
             self._ack_at, self._ack_owed = None, 0
             frames.append(self.ack_frame())
@@ -146,6 +156,13 @@ class Session:
             )
         )
 
+    def owed_ack(self) -> bytes | None:
+        """The ack that poll would send later, for a node that leaves now: its peers need not wait for it in vain."""
+        if self._ack_at is None:
+            return None
+        self._ack_at, self._ack_owed = None, 0
+        return self.ack_frame()
+
     def ack_frame(self) -> bytes:
         """A datagram that carries only boots and the ack."""
         return self._frame(Item(0, bytes(16), self.me, self.peer, 0, Ack(), _FILLER_TAG, _FILLER))
@@ -162,25 +179,30 @@ class Session:
         self._unroutable_since = None
         return failed
 
+    def item(self, id: int) -> Item | None:
+        """The message `id` if it is still on its way."""
+        return next((item for item in self._unacked if item.id == id and item.tag != _FILLER_TAG), None)
+
     def on_undeliverable(self, id: int, reason: str, now_ms: int) -> list[Failure]:
         """A broker could not forward message `id`. "refused" fails it now, "unbound" after a hold of 5 s."""
         if reason == "refused":
-            for item in self._unacked:
-                if item.id == id and item.tag != _FILLER_TAG:
-                    failure = Failure(
-                        Item(item.id, item.run, item.src, item.dst, item.corr, item.message, item.tag, item.body),
-                        "refused",
-                    )
-                    # The position stays, or the receiver would wait for it: it now carries nothing.
-                    item.tag, item.body = _FILLER_TAG, _FILLER
-                    self._retransmit_at = now_ms
-                    return [failure]
-            return []
+            item = self.item(id)
+            if item is None:
+                return []
+            failure = Failure(replace(item), "refused")
+            # The position stays, or the receiver would wait for it: it now carries nothing.
+            self._unacked_bytes += len(_FILLER) - len(item.body)
+            item.tag, item.body = _FILLER_TAG, _FILLER
+            self._retransmit_at = now_ms
+            return [failure]
         if reason == "unbound" and self._unacked:
             if self._unroutable_since is None:
                 self._unroutable_since = now_ms
-            elif now_ms - self._unroutable_since >= UNROUTABLE_HOLD_MS:
+            give_up_at = self._unroutable_since + UNROUTABLE_HOLD_MS
+            if now_ms >= give_up_at:
                 return self.fail_all("unroutable")
+            # The answer to a try at the end of the hold decides, wherever the back-off stands.
+            self._retransmit_at = min(self._retransmit_at or give_up_at, give_up_at)
         return []
 
     # --- receiving --------------------------------------------------------------------------------------------
@@ -193,11 +215,12 @@ class Session:
             return []
         self._expected = 1
         self._early.clear()
+        self._early_bytes = 0
         self._ack_at, self._ack_owed = None, 0
         return self.fail_all("peer_lost")
 
     def on_ack(self, ack: int) -> None:
-        """Everything up to `ack` has arrived in order."""
+        """Everything up to `ack` has arrived in order; the peer is there."""
         progressed = False
         while self._unacked and self._unacked[0].seq <= ack:
             self._unacked_bytes -= len(self._unacked.popleft().body)
@@ -210,20 +233,30 @@ class Session:
     def on_envelope(self, envelope: Envelope, now_ms: int) -> list[Envelope]:
         """The envelopes that can be delivered now, in order; duplicates and gaps give none."""
         seq = envelope.plane_seq
+        self.used_ms = now_ms
         if envelope.base > self._expected:
             self._expected = envelope.base
-            self._early = {at: early for at, early in self._early.items() if at >= envelope.base}
+            if self._early:
+                self._early = {at: early for at, early in self._early.items() if at >= envelope.base}
+                self._early_bytes = sum(len(memoryview(early.body)) for early in self._early.values())
         self._ack_owed += 1
         if self._ack_at is None:
             self._ack_at = now_ms + ACK_DELAY_MS
         if self._ack_owed >= ACK_EVERY_MESSAGES or seq < self._expected:
             self._ack_at = now_ms
-        if seq < self._expected or seq >= self._expected + 2 * SESSION_WINDOW_MESSAGES:
-            return []
-        self._early[seq] = envelope
         ready: list[Envelope] = []
-        while self._expected in self._early:
-            ready.append(self._early.pop(self._expected))
+        if seq == self._expected:
+            ready.append(envelope)
+            self._expected += 1
+        elif self._expected < seq < self._expected + 2 * SESSION_WINDOW_MESSAGES and seq not in self._early:
+            size = len(memoryview(envelope.body))
+            if self._early_bytes + size <= SESSION_EARLY_BYTES_MAX:
+                # More than that no window holds: as good as lost, the sender repeats it.
+                self._early[seq] = envelope
+                self._early_bytes += size
+        while self._early and (early := self._early.pop(self._expected, None)) is not None:
+            self._early_bytes -= len(memoryview(early.body))
+            ready.append(early)
             self._expected += 1
         return [envelope for envelope in ready if envelope.tag != _FILLER_TAG]
 
@@ -235,15 +268,33 @@ class Session:
     # --- time -------------------------------------------------------------------------------------------------
     def next_deadline(self) -> int | None:
         """When poll has something to do, or None. A non-empty queue within the window is due at once."""
-        times = [at for at in (self._retransmit_at, self._ack_at) if at is not None]
         if self._queued and self._window_open():
-            times.append(0)
-        return min(times, default=None)
+            return 0
+        if self._retransmit_at is None or (self._ack_at is not None and self._ack_at < self._retransmit_at):
+            return self._ack_at
+        return self._retransmit_at
 
     @property
     def outstanding(self) -> int:
         """Messages sent or queued but not acknowledged."""
         return len(self._unacked) + len(self._queued)
+
+    @property
+    def unroutable(self) -> bool:
+        """A broker says that nobody by the peer's key is there, and nothing came from it since. What a leaving node
+        has received it acknowledges before its Goodbye, so the rest will not be."""
+        return self._unroutable_since is not None
+
+    @property
+    def next_seq(self) -> int:
+        """The position of the next message."""
+        return self._next_seq
+
+    def idle(self, since_ms: int) -> bool:
+        """Nothing on its way in either direction, and nothing since `since_ms`: the session may be forgotten."""
+        return self.used_ms <= since_ms and not (
+            self._unacked or self._queued or self._early or self._ack_at is not None
+        )
 
     def check(self) -> None:
         """Invariants: positions ascend without holes, limits hold."""
@@ -253,3 +304,7 @@ class Session:
         assert len(seqs) <= SESSION_WINDOW_MESSAGES
         assert len(self._early) <= 2 * SESSION_WINDOW_MESSAGES
         assert len(self._queued) <= SESSION_QUEUE_MESSAGES_MAX
+        assert self._unacked_bytes == sum(len(item.body) for item in self._unacked)
+        assert self._queued_bytes == sum(len(item.body) for item in self._queued) <= SESSION_QUEUE_BYTES_MAX
+        assert self._early_bytes == sum(len(memoryview(early.body)) for early in self._early.values())
+        assert self._early_bytes <= SESSION_EARLY_BYTES_MAX and self._expected not in self._early

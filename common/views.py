@@ -57,15 +57,19 @@ class Replica:
         self.view = view
         self.known = False
         self.version = 0
+        self.revision = 0
+        """Counts the changes of this copy: what was derived from it is old when this differs."""
         self.items: dict[bytes, ViewItem] = {}
 
     def forget(self) -> None:
         """The publisher restarted: nothing is known until its next Snapshot."""
         self.known = False
+        self.revision += 1
         self.items.clear()
 
     def apply(self, update: Snapshot | Delta) -> bool:
         """True if applied; False on a version gap: the watcher must Watch again."""
+        self.revision += 1
         if isinstance(update, Snapshot):
             self.items = {item_key(item): item for item in update.items}
             self.version, self.known = update.version, True
@@ -84,6 +88,11 @@ class Replica:
 class RouteReplica(Replica):
     """The route view (S1 6.2)."""
 
+    def __init__(self, view: str) -> None:
+        super().__init__(view)
+        self._names: dict[str, RouteEntry] = {}
+        self._names_of = -1
+
     def owner(self, address: bytes) -> RouteEntry | None:
         """route_owner: the node that hosts the actor, or None."""
         item = self.items.get(address)
@@ -95,7 +104,11 @@ class RouteReplica(Replica):
 
     def named(self, name: str) -> RouteEntry | None:
         """The main actor of a service by its well-known name, or None while it is not there."""
-        return next((route for route in self.entries() if route.name == name), None)
+        if self._names_of != self.revision:
+            self._names, self._names_of = {}, self.revision
+            for route in self.entries():
+                self._names.setdefault(route.name, route)
+        return self._names.get(name) if name else None
 
 
 class MemberReplica(Replica):

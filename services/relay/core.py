@@ -1,4 +1,4 @@
-"""The relay's own actor: admissions on the word of its operator's router, and who is bound here (design.md 3, S1 2.6)."""
+"""The relay's own actor: admissions on the word of its operator's router, who is bound here (design.md 3, S1 2.6)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.effects import Exit, OwnerGone, SendFailed, StopSignal
 from common.messages.bus import Admit, Admitted, PeerDown, PeerUp, Revoke, Revoked
 
+OWED_MAX = 1024  # beyond it the router learns from Undeliverable alone
+
 
 class RelayActor(Actor):
     """Its address is the relay's node key. Admissions and bindings are soft state, re-sent by the router."""
@@ -18,6 +20,8 @@ class RelayActor(Actor):
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        self._owed: dict[bytes, PeerDown] = {}
+        """Ends that the router was not reachable for; said when it is back."""
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """One message; see `Incoming`."""
@@ -30,6 +34,9 @@ class RelayActor(Actor):
                 ctx.reply(Revoked(key=msg.key))
             case NodeBound():
                 if msg.role is Role.ROUTER:
+                    owed, self._owed = self._owed, {}
+                    for down in owed.values():
+                        ctx.send(msg.key, down)
                     for bound in self._broker.bound():
                         if bound.role is not Role.ROUTER:
                             ctx.send(msg.key, PeerUp(node=bound.key, boot=bound.boot, role=bound.role))
@@ -38,6 +45,9 @@ class RelayActor(Actor):
             case NodeGone():
                 if self._broker.router_key and msg.key != self._broker.router_key:
                     ctx.send(self._broker.router_key, PeerDown(node=msg.key, boot=msg.boot, reason=msg.reason))
+            case SendFailed():
+                if isinstance(msg.message, PeerDown) and msg.reason != "peer_lost" and len(self._owed) < OWED_MAX:
+                    self._owed[msg.message.node] = msg.message
             case OwnerGone() | StopSignal():
                 ctx.effect(Exit(0))
             case _:

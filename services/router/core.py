@@ -8,7 +8,7 @@ from common.actors import Actor, Ctx
 from common.addresses import Role
 from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.effects import Exit, Log, OwnerGone, SendFailed, StopSignal
-from common.limits import ADMIT_RESEND_MS
+from common.limits import ADMIT_RESEND_MS, RESYNC_MS
 from common.messages.bus import (
     Admit,
     Admitted,
@@ -20,6 +20,7 @@ from common.messages.bus import (
     Revoke,
     Revoked,
     RouteEntry,
+    Snapshot,
     Unregister,
     ViewItem,
     Watch,
@@ -27,6 +28,7 @@ from common.messages.bus import (
 from common.views import ViewTable
 
 _RESEND = "resend"
+_RESYNC = "resync"
 
 
 class UplinkChanged:
@@ -64,6 +66,7 @@ class RouterActor(Actor):
         self._routes = ViewTable("routes")
         self._paths = ViewTable("paths")
         self._watchers: dict[str, set[bytes]] = {"routes": set(), "paths": set()}
+        self._behind: set[tuple[str, bytes]] = set()
         self._boots: dict[bytes, int] = {}
         self._relay_expected = relay
         self._relay_key = b""
@@ -96,21 +99,21 @@ class RouterActor(Actor):
             case Revoked():
                 for waiting in sorted(self._revoking.pop(msg.key, set())):
                     ctx.send(waiting, msg)
-            case PeerUp() | NodeBound():
-                key = msg.node if isinstance(msg, PeerUp) else msg.key
-                if isinstance(msg, PeerUp):
-                    self._broker.beyond.add(key)
-                self._incarnation(key, msg.boot, ctx)
-            case PeerDown():
+            case PeerUp():
+                if msg.node in self._broker.admitted:
+                    self._broker.beyond.add(msg.node)
+                    self._incarnation(msg.node, msg.boot, ctx)
+            case NodeBound():
+                self._incarnation(msg.key, msg.boot, ctx)
+            case PeerDown() if msg.boot >= self._boots.get(msg.node, 0):
                 self._broker.beyond.discard(msg.node)
                 self._gone(msg.node, msg.reason, ctx)
-            case NodeGone():
+            case NodeGone() if msg.boot >= self._boots.get(msg.key, 0):
                 self._gone(msg.key, msg.reason, ctx)
             case UplinkChanged():
                 self._uplink(msg, ctx)
             case SendFailed():
-                if isinstance(msg.message, Delta):
-                    self._watchers[msg.message.view].discard(msg.dst)
+                self._send_failed(msg, ctx)
             case OwnerGone():
                 ctx.effect(Exit(0))
             case StopSignal():
@@ -119,8 +122,23 @@ class RouterActor(Actor):
                 pass
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """Admissions and revocations that the relay has not confirmed."""
-        self._tell_relay(ctx)
+        """Admissions and revocations that the relay has not confirmed; watchers that missed something."""
+        if key == _RESEND:
+            self._tell_relay(ctx)
+            return
+        behind, self._behind = self._behind, set()
+        for view, watcher in sorted(behind):
+            self._watchers[view].add(watcher)
+            ctx.send(watcher, (self._routes if view == "routes" else self._paths).snapshot())
+
+    def _send_failed(self, msg: SendFailed, ctx: Ctx) -> None:
+        """A watcher that missed a Delta hears nothing of it by itself: it gets the whole view once it can be reached.
+        Watchers that are gone are taken off by NodeGone, PeerDown and newer incarnations."""
+        if isinstance(msg.message, Delta | Snapshot) and msg.dst in self._watchers[msg.message.view]:
+            self._watchers[msg.message.view].discard(msg.dst)
+            if msg.reason != "peer_lost":
+                self._behind.add((msg.message.view, msg.dst))
+                ctx.timer(_RESYNC, RESYNC_MS)
 
     # --- routes -----------------------------------------------------------------------------------------------
     def _register(self, msg: Register, ctx: Ctx) -> None:
@@ -153,10 +171,11 @@ class RouterActor(Actor):
         self._unwatch(key)
 
     def _gone(self, key: bytes, reason: str, ctx: Ctx) -> None:
-        """Goodbye and revocation end the routes; silence does not (a frozen worker comes back by itself)."""
+        """Goodbye and revocation end the routes; silence does not (a frozen worker comes back by itself, and watches
+        again when its link does)."""
+        self._unwatch(key)
         if reason in ("goodbye", "revoked"):
             self._change(self._routes, [], self._hosted(key), ctx)
-            self._unwatch(key)
 
     def _hosted(self, key: bytes, below: int | None = None) -> list[bytes]:
         return [
@@ -166,8 +185,9 @@ class RouterActor(Actor):
         ]
 
     def _unwatch(self, key: bytes) -> None:
-        for watchers in self._watchers.values():
+        for view, watchers in self._watchers.items():
             watchers.discard(key)
+            self._behind.discard((view, key))
 
     def _change(self, table: ViewTable, changed: list[ViewItem], removed: list[bytes], ctx: Ctx) -> None:
         delta = table.change(changed, removed)
@@ -200,6 +220,7 @@ class RouterActor(Actor):
         self._waiting.pop(msg.key, None)
         if known is not None:
             self._broker.revoke(msg.key)
+            self._broker.beyond.discard(msg.key)
             self._gone(msg.key, "revoked", ctx)
             self._boots.pop(msg.key, None)
         if self._relay_expected and known is not None:
@@ -230,7 +251,9 @@ class RouterActor(Actor):
         self._change(self._paths, [path], [], ctx)
 
     def check(self) -> None:
-        """Invariants: the broker's owner table is the route view."""
+        """Invariants: the broker's owner table is the route view; only admitted nodes have a boot or lie beyond."""
+        assert self._boots.keys() <= self._broker.admitted.keys() | {self._relay_key}
+        assert self._broker.beyond <= self._broker.admitted.keys() | {self._broker.relay_key}
         assert self._broker.owners == {
             address: entry.node for address, entry in self._routes.items.items() if isinstance(entry, RouteEntry)
         }

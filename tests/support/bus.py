@@ -21,7 +21,8 @@ from common.security import BusFile, init, read_bus_file
 class RealBus:
     """Keys in `directory`, a router process and optionally a relay process. `pump` turns every host once."""
 
-    def __init__(self, directory: Path, *, relay: bool = False, agents: int = 2) -> None:
+    def __init__(self, directory: Path, *, relay: bool = False, agents: int = 2, validate: bool = True) -> None:
+        self._environ = {**os.environ, "SMQ_VALIDATE": "1" if validate else ""}
         self.files = init(directory, relay=relay)
         self.agent_keys = [mint_keypair() for _ in range(agents)]
         self.hosts: list[Host] = []
@@ -35,7 +36,7 @@ class RealBus:
 
     def start(self, role: Role) -> None:
         command = [sys.executable, "-P", "-m", f"services.{role}", "--bus", str(self.files[role])]
-        self.processes[role] = subprocess.Popen(command, env={**os.environ, "SMQ_VALIDATE": "1"})
+        self.processes[role] = subprocess.Popen(command, env=self._environ)
 
     def kill(self, role: Role) -> None:
         process = self.processes.pop(role)
@@ -76,6 +77,10 @@ class RealBus:
         return time.monotonic() - started
 
     def close(self) -> None:
+        until = time.monotonic() + 1
+        while any(host.node.unsettled for host in self.hosts) and time.monotonic() < until:
+            # All live in this process: one that closes alone would wait for acks of the others.
+            self.pump()
         for host in self.hosts:
             host.close()
         for process in self.processes.values():
