@@ -329,24 +329,39 @@ def _user_key(frame: zmq.Frame) -> bytes:
 
 
 class TapReader:
-    """The listening side of a tap, for `tools/tap`: SUB with the tap's own key."""
+    """The listening side of taps, for `tools/tap`: one SUB a broker with the tap's own key, merged."""
 
-    def __init__(self, endpoint: str, broker_key: bytes, keys: KeyPair) -> None:
-        self.context = zmq.Context(1)
-        self.socket = self.context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 100_000)
-        self.socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(broker_key))
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
-        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self.socket.connect(endpoint)
+    def __init__(self, taps: Mapping[str, tuple[str, bytes]], keys: KeyPair) -> None:
+        """taps: name of the broker → (endpoint, key of the broker)."""
+        self._context = zmq.Context(1)
+        self._poller = zmq.Poller()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        for name, (endpoint, broker_key) in taps.items():
+            socket = self._context.socket(zmq.SUB)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 100_000)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(broker_key))
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
+            socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(endpoint)
+            self._sockets[name] = socket
+            self._poller.register(socket, zmq.POLLIN)
 
-    def read(self, timeout_ms: int) -> bytes | None:
-        """One record, or None after timeout_ms."""
-        return self.socket.recv() if self.socket.poll(timeout_ms) else None
+    def read(self, timeout_ms: int) -> list[tuple[str, bytes]]:
+        """(broker, record) of what has come, at most DRAIN_FRAMES_MAX each; empty after timeout_ms."""
+        records: list[tuple[str, bytes]] = []
+        ready = dict(self._poller.poll(timeout_ms))
+        for name, socket in self._sockets.items():
+            for _ in range(DRAIN_FRAMES_MAX if socket in ready else 0):
+                try:
+                    records.append((name, socket.recv(zmq.DONTWAIT)))
+                except zmq.Again:
+                    break
+        return records
 
     def close(self) -> None:
         """End."""
-        self.socket.close(0)
-        self.context.term()
+        for socket in self._sockets.values():
+            socket.close(0)
+        self._context.term()

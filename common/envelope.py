@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from common.addresses import U32, U64, ActorAddress, NodeKey, RunNonce
+
 ENVELOPE_VERSION = 1
 
 
@@ -20,19 +22,19 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     v: int
-    tag: int
-    id: int
-    run: bytes
-    src_node: bytes
-    src_boot: int
-    src: bytes
-    dst_node: bytes
-    dst_boot: int
-    dst: bytes
-    corr: int
-    plane_seq: int
-    base: int
-    ack: int
+    tag: U32
+    id: U64
+    run: RunNonce
+    src_node: NodeKey
+    src_boot: U64
+    src: ActorAddress
+    dst_node: NodeKey
+    dst_boot: U64
+    dst: ActorAddress
+    corr: U64
+    plane_seq: U64
+    base: U64
+    ack: U64
     body: msgspec.Raw
 
 
@@ -40,16 +42,16 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The envelope's first 14 slots: what a broker decodes. Trailing slots (the body) are ignored."""
 
     v: int
-    tag: int
-    id: int
-    run: bytes
-    src_node: bytes
-    src_boot: int
-    src: bytes
-    dst_node: bytes
-    dst_boot: int
-    dst: bytes
-    corr: int
-    plane_seq: int
-    base: int
-    ack: int
+    tag: U32
+    id: U64
+    run: RunNonce
+    src_node: NodeKey
+    src_boot: U64
+    src: ActorAddress
+    dst_node: NodeKey
+    dst_boot: U64
+    dst: ActorAddress
+    corr: U64
+    plane_seq: U64
+    base: U64
+    ack: U64

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.addresses import SERVICES, Plane, Role
+from common.addresses import KEY_BYTES, SERVICES, Plane, Role
 from common.bus import KeyPair, mint_keypair, public_of
 
 SOCKET_PATH_BYTES_MAX = 100  # AF_UNIX allows 107; a path over it fails in libzmq with an unhelpful errno
@@ -43,6 +43,8 @@ class BusFile:
     uplink_endpoints: dict[Plane, str] = field(default_factory=dict)
     worker_key: bytes = b""
     worker_endpoints: dict[Plane, str] = field(default_factory=dict)
+    taps: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """For the tap's own file: broker → (endpoint of its tap, its key)."""
 
     @property
     def secrets_dir(self) -> Path:
@@ -82,20 +84,21 @@ def read_bus_file(path: Path) -> BusFile:
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         directory = path.parent.parent
-        secret = bytes.fromhex(read_secret_file(directory / raw["key_file"]).decode().strip())
+        secret = _key(read_secret_file(directory / raw["key_file"]).decode().strip())
         return BusFile(
             role=Role(raw["role"]),
             logical_id=raw["logical_id"],
             run_dir=directory,
-            broker_key=bytes.fromhex(raw["broker_key"]),
+            broker_key=_key(raw["broker_key"]),
             endpoints=planes_from_json(raw["endpoints"]),
             keys=KeyPair(public_of(secret), secret),
             tap=raw.get("tap", ""),
-            allow={bytes.fromhex(key): Role(role) for key, role in raw.get("allow", {}).items()},
-            uplink_key=bytes.fromhex(raw.get("uplink_key", "")),
+            allow={_key(key): Role(role) for key, role in raw.get("allow", {}).items()},
+            uplink_key=_key(raw["uplink_key"]) if raw.get("uplink_key") else b"",
             uplink_endpoints=planes_from_json(raw.get("uplink_endpoints", {})),
-            worker_key=bytes.fromhex(raw.get("worker_key", "")),
+            worker_key=_key(raw["worker_key"]) if raw.get("worker_key") else b"",
             worker_endpoints=planes_from_json(raw.get("worker_endpoints", {})),
+            taps={name: (tap["endpoint"], _key(tap["key"])) for name, tap in raw.get("taps", {}).items()},
         )
     except OSError as error:
         raise SecurityError(f"bus file {path}: {error.strerror}") from None
@@ -105,6 +108,13 @@ def read_bus_file(path: Path) -> BusFile:
         raise SecurityError(
             f"bus file {path} is damaged ({error}); write it anew with python -m common.security"
         ) from None
+
+
+def _key(text: str) -> bytes:
+    key = bytes.fromhex(text)
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes, {KEY_BYTES} are needed")
+    return key
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -131,8 +141,16 @@ def init(directory: Path, *, relay: bool) -> dict[Role, Path]:
             f"{SOCKET_PATH_BYTES_MAX}); set [runtime] run_dir to a shorter path"
         )
     try:
-        for name in ("", "keys", "bus", "secrets", "nodes"):
-            (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise SecurityError(
+                f"others can write to the run directory {directory}, which holds the keys; "
+                "use one that is yours alone (chmod 700)"
+            )
+        for name in ("keys", "bus", "secrets", "nodes"):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+            (directory / name).chmod(0o700)
         return _write(directory, relay)
     except OSError as error:
         raise SecurityError(f"run directory {directory} is not writable: {error.strerror}") from None
@@ -169,6 +187,12 @@ def _write(directory: Path, relay: bool) -> dict[Role, Path]:
             if relay:
                 content["uplink_key"] = pairs[Role.RELAY].public.hex()
                 content["uplink_endpoints"] = planes_to_json(door)
+        if role is Role.TAP:
+            brokers = (Role.ROUTER, Role.RELAY) if relay else (Role.ROUTER,)
+            content["taps"] = {
+                broker.value: {"endpoint": f"ipc://{directory}/{broker}-tap.sock", "key": pairs[broker].public.hex()}
+                for broker in brokers
+            }
         if role is Role.RELAY:
             content["broker_key"] = pairs[Role.RELAY].public.hex()
             content["endpoints"] = planes_to_json(door)

@@ -1,0 +1,253 @@
+"""`mvp-tap`: what passes router and relay, envelope by envelope, as people read it (design.md 3).
+
+It listens at the taps, where a slow listener loses and nobody waits. An envelope of a worker behind the relay passes
+both brokers and is shown by each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+import msgpack
+
+from common.addresses import Plane, Role
+from common.bus import TapReader
+from common.limits import ENVELOPE_BYTES_MAX
+from common.security import SecurityError, read_bus_file
+from tools.tap_records import Line, Names, as_json, parse, pieces, printable
+
+TEXT_CHARS_MAX = 120
+IDLE_MS = 500
+ENTRY_BYTES_MAX = 2 * ENVELOPE_BYTES_MAX
+
+EXAMPLES = """examples:
+  mvp-tap                                  the run that goes on here
+  mvp-tap --type InferPrompt --type TextDelta --plane prompt
+  mvp-tap --actor prompt_gateway --verdict full
+  mvp-tap --corr 1234                      message 1234 and what it caused
+  mvp-tap --record run.tap                 keep everything; mvp-tap --read run.tap shows it again
+"""
+
+
+class TapError(ValueError):
+    """One sentence."""
+
+
+# --- where ------------------------------------------------------------------------------------------------------
+def lock_is_held(directory: Path) -> bool:
+    """Whether the process that owns this run directory lives."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def newest_run() -> Path:
+    """The tap's bus file of the newest run directory of this user whose lock is held. Raises TapError."""
+    places = [Path("/tmp").glob(f"smq-{os.geteuid()}-*")]
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        places.append(Path(runtime).glob("smq-*"))
+    found: list[tuple[float, Path]] = []
+    for directory in (path for place in places for path in place):
+        file = directory / "bus" / f"{Role.TAP}.json"
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        if status.st_uid == os.geteuid() and lock_is_held(directory):
+            found.append((status.st_mtime, file))
+    if not found:
+        raise TapError("no run is going on here; name its tap.json with --bus")
+    return max(found)[1]
+
+
+def live(bus: Path) -> Iterator[tuple[str, bytes] | None]:
+    """(broker, record) as they come, None when nothing does for a while; ends when the run directory is removed."""
+    file = read_bus_file(bus)
+    if file.role is not Role.TAP:
+        raise TapError(f"{bus} is the bus file of {file.role}; the tap has its own, {Role.TAP}.json beside it")
+    taps = file.taps or {"router": (file.tap, file.broker_key)}
+    print(f"mvp-tap: listening at {' and '.join(taps)} of {file.run_dir}; Ctrl-C ends", file=sys.stderr)
+    reader = TapReader(taps, file.keys)
+    try:
+        while True:
+            records = reader.read(IDLE_MS)
+            yield from records
+            if not records:
+                if not bus.exists():
+                    print("mvp-tap: the run is over", file=sys.stderr)
+                    return
+                yield None
+    finally:
+        reader.close()
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+def write_entry(file: BinaryIO, broker: str, record: bytes) -> None:
+    """A recording is entries of a big-endian u32 length and msgpack [broker, record as the tap sent it]."""
+    entry = msgpack.packb((broker, record))
+    file.write(struct.pack(">I", len(entry)) + entry)
+
+
+def recorded(path: Path) -> Iterator[tuple[str, bytes] | None]:
+    """The entries of a recording; a torn end is reported. Raises TapError for what is no recording."""
+    with path.open("rb") as file:
+        while head := file.read(4):
+            size = struct.unpack(">I", head)[0] if len(head) == 4 else 0
+            if size > ENTRY_BYTES_MAX:
+                raise TapError(f"{path} is no recording of mvp-tap (an entry of {size} bytes)")
+            entry = file.read(size)
+            if len(head) < 4 or len(entry) < size:
+                print(f"mvp-tap: the end of {path} is torn: its write was cut off", file=sys.stderr)
+                return
+            try:
+                broker, record = msgpack.unpackb(entry)
+                if not isinstance(broker, str) or not isinstance(record, bytes):
+                    raise ValueError
+            except (ValueError, TypeError, msgpack.UnpackException):
+                raise TapError(f"{path} is no recording of mvp-tap") from None
+            yield broker, record
+
+
+# --- choosing and showing ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What the arguments ask for; empty means all."""
+
+    types: frozenset[str] = frozenset()
+    actor: str = ""
+    run: str = ""
+    corr: int | None = None
+    plane: str = ""
+    verdict: str = ""
+
+    def wants(self, line: Line, names: Names) -> bool:
+        """Whether this line is shown. What is no envelope has only plane and verdict."""
+        if (self.plane and line.plane != self.plane) or (self.verdict and line.verdict != self.verdict):
+            return False
+        if line.bad:
+            return not (self.types or self.actor or self.run or self.corr is not None)
+        if self.types and line.type.lower() not in self.types and str(line.tag) not in self.types:
+            return False
+        if self.corr is not None and self.corr not in (line.id, line.corr):
+            return False
+        if self.run and not line.run.hex().startswith(self.run):
+            return False
+        return not self.actor or self._concerns(line, names)
+
+    def _concerns(self, line: Line, names: Names) -> bool:
+        ends = ((line.src_node, line.src), (line.dst_node, line.dst))
+        return any(
+            self.actor in (names.of(node, address), names.of(node, node))
+            or node.hex().startswith(self.actor)
+            or address.hex().startswith(self.actor)
+            for node, address in ends
+        )
+
+
+def pretty(line: Line, names: Names) -> str:
+    """One line for people."""
+    at = datetime.fromtimestamp(line.wall_ms / 1000) if 0 < line.wall_ms < 1 << 42 else None
+    clock = at.strftime("%H:%M:%S.") + f"{line.wall_ms % 1000:03d}" if at else "--:--:--.---"
+    return printable(" ".join((clock, *pieces(line, names, TEXT_CHARS_MAX))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mvp-tap",
+        description="Show what passes the bus of a run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--bus", type=Path, metavar="FILE", help="the run's tap.json (default: the newest run here)")
+    parser.add_argument("--type", action="append", default=[], metavar="NAME", help="message types, by name or tag")
+    parser.add_argument("--actor", default="", metavar="NAME", help="to or from: a name, or the start of a key in hex")
+    parser.add_argument("--run", default="", metavar="HEX", help="envelopes of the run whose nonce begins so")
+    parser.add_argument("--corr", type=int, metavar="ID", help="message ID and its answers")
+    parser.add_argument("--plane", choices=[plane.name.lower() for plane in Plane])
+    parser.add_argument("--verdict", default="", help="forwarded, local, full, gone, unbound, refused, stale, bad, ...")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, nothing cut")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="also keep everything heard in FILE (unredacted)")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="show a recording instead of a live run")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    wanted = Filter(
+        frozenset(name.lower() for name in args.type),
+        args.actor,
+        args.run.lower(),
+        args.corr,
+        args.plane or "",
+        args.verdict,
+    )
+    names = Names()
+    show: Callable[[Line, Names], str] = as_json if args.json else pretty
+    source = recorded(args.read) if args.read else live((args.bus or newest_run()).absolute())
+    keep: BinaryIO | None = None
+    if args.record:
+        # It holds prompts and tokens as they passed.
+        fd = os.open(args.record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        keep = os.fdopen(fd, "wb")
+    try:
+        for heard in source:
+            if heard is None:
+                sys.stdout.flush()
+                if keep is not None:
+                    keep.flush()
+                continue
+            if keep is not None:
+                write_entry(keep, *heard)
+            line = parse(*heard)
+            names.learn(line)
+            if wanted.wants(line, names):
+                print(show(line, names), flush=not args.read)
+    finally:
+        if keep is not None:
+            keep.close()
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, also after Ctrl-C; 1 when there is nothing to listen to or to read, with one sentence."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    try:
+        status = _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        # The reader (head, less) has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"mvp-tap: {error.filename or 'the tap'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except (TapError, SecurityError) as error:
+        print(f"mvp-tap: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
