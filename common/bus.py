@@ -55,6 +55,10 @@ def public_of(secret: bytes) -> bytes:
     return z85.decode(zmq.curve_public(z85.encode(secret)))
 
 
+Poller = zmq.Poller
+POLLIN = int(zmq.POLLIN)
+
+
 class Bus:
     """The context and poller of one process."""
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import zmq
-
+from common.bus import POLLIN, Poller
 from common.limits import HANDLER_MS_MAX
 
 POOL_THREADS = {"start": 8, "stop": 8, "follow": 32, "misc": 4}
@@ -26,10 +25,10 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 class Loop:
     """Readiness, wake-ups and threads; it knows nothing of actors."""
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    def __init__(self, poller: Poller) -> None:
         self._poller = poller
         self._epoll = select.epoll()
-        self._poller.register(self._epoll.fileno(), zmq.POLLIN)
+        self._poller.register(self._epoll.fileno(), POLLIN)
         self._handlers: dict[int, tuple[Callable[[], None], Callable[[], None] | None]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._calls: list[Callable[[], None]] = []

@@ -213,15 +213,14 @@ def main(argv: list[str] | None = None) -> int:
     relay = "--relay" in args
     args = [arg for arg in args if arg != "--relay"]
     if len(args) != 2 or args[0] != "init":
-        print("usage: python -m common.security init DIR [--relay]", file=sys.stderr)
+        sys.stderr.write("usage: python -m common.security init DIR [--relay]\n")
         return 1
     try:
         files = init(Path(args[1]).absolute(), relay=relay)
     except SecurityError as error:
-        print(f"security: {error}", file=sys.stderr)
+        sys.stderr.write(f"security: {error}\n")
         return 1
-    for path in files.values():
-        print(path)
+    sys.stdout.writelines(f"{path}\n" for path in files.values())
     return 0
 
 
