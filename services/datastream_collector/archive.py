@@ -78,6 +78,21 @@ def encode_payload(payload: bytes) -> Payload:
         return Payload("bytes", list(payload))
 
 
+def encode_record(seq: int, frame: CollectedFrame) -> bytes:
+    """The line of one frame, with its newline."""
+    record = FrameArchiveRecord(
+        seq,
+        frame.source,
+        frame.stream,
+        frame.channel,
+        frame.channel_id,
+        frame.position,
+        encode_payload(frame.payload),
+        Collected(frame.unix_ms, frame.producer, frame.producer_seq),
+    )
+    return _encoder.encode(record) + b"\n"
+
+
 class FrameArchive:
     """State of S1 7.13: {file, next_seq}. One writer per file."""
 
@@ -145,17 +160,7 @@ class FrameArchive:
 
     def append(self, frame: CollectedFrame) -> None:
         """Write one line. Raises OSError; the frame is lost then and the next line starts fresh."""
-        record = FrameArchiveRecord(
-            self.next_seq,
-            frame.source,
-            frame.stream,
-            frame.channel,
-            frame.channel_id,
-            frame.position,
-            encode_payload(frame.payload),
-            Collected(frame.unix_ms, frame.producer, frame.producer_seq),
-        )
-        line = _encoder.encode(record) + b"\n"
+        line = encode_record(self.next_seq, frame)
         if self.max_bytes and self._size and self._size + len(line) > self.max_bytes:
             self._rotate()
         if self._torn:

@@ -31,6 +31,7 @@ from services.datastream_collector.frames import CollectedFrame, Cursor, FrameRi
 from services.datastream_collector.streams import Accepted, Flows, OwnStream
 
 PHASE = "datastream_archive"
+ENDPOINT_PHASE = "datastream_endpoint"
 QUIET_MS = 3 * STREAM_BATCH_MS  # Flush comes on a faster plane than the records before it, which wait for their batch
 HELD_MESSAGES_MAX = 4096  # between spawn and the configuration slice, usually some 100 ms
 OWNER_GONE_LINGER_MS = 2000  # the other services still say how they ended
@@ -54,6 +55,18 @@ class ArchiveAppend(Effect):
     """Write frames in order; answered by ArchiveWritten."""
 
     frames: tuple[CollectedFrame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FramesCollected(Effect):
+    """The ring has new frames: whoever has a cursor may read on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFailed:
+    """Event: the stream socket cannot be bound, in one sentence: a startup failure (S1 10.11)."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,7 @@ class CollectorActor(ServiceActor):
         ArchiveOpened,
         ArchiveFailed,
         ArchiveWritten,
+        EndpointFailed,
     )
 
     def __init__(self) -> None:
@@ -109,6 +123,7 @@ class CollectorActor(ServiceActor):
         self._unwritten = 0
         self._archive_error = ""
         self._open_error = ""
+        self._open_error_phase = PHASE
         self._open_error_told = 0
         self._flush_to: list[bytes] = []
         self._stopping = False
@@ -144,8 +159,11 @@ class CollectorActor(ServiceActor):
             case ArchiveOpened():
                 self._start(msg.recovered, ctx, archive=True)
                 self.ready(ctx)
+            case EndpointFailed():
+                self._open_error, self._open_error_phase = msg.error, ENDPOINT_PHASE
+                self._tell_open_error(ctx)
             case ArchiveFailed():
-                self._open_error = msg.error
+                self._open_error, self._open_error_phase = msg.error, PHASE
                 self._start(Recovered(), ctx)
                 self._tell_open_error(ctx)
             case ArchiveWritten():
@@ -265,6 +283,8 @@ class CollectorActor(ServiceActor):
     def _publish(self, frames: list[CollectedFrame], ctx: Ctx) -> None:
         for frame in frames:
             self.ring.append(frame)
+        if frames:
+            ctx.effect(FramesCollected())
         if self._archive is not None and frames:
             unread = tuple(item for item in self._archive.take() if isinstance(item, CollectedFrame))
             self._unwritten += len(unread)
@@ -289,7 +309,9 @@ class CollectorActor(ServiceActor):
         route = ctx.views.routes.named(Role.ORCHESTRATOR)
         if self._open_error and route and route.boot != self._open_error_told:
             self._open_error_told = route.boot
-            ctx.send(route.address, ServiceFailed(service=self.ROLE, phase=PHASE, error=self._open_error))
+            ctx.send(
+                route.address, ServiceFailed(service=self.ROLE, phase=self._open_error_phase, error=self._open_error)
+            )
 
     def _written(self, msg: ArchiveWritten, ctx: Ctx) -> None:
         self._unwritten -= msg.frames + msg.failed

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.limits import COLLECTOR_RING_FRAMES_MAX
 
 RING_BYTES_MAX = 32 * 1024 * 1024  # 16384 frames may be of 1 MiB each
+COMPACT_FRAMES = 1024  # so many emptied places are given back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,11 @@ class Cursor:
         self.at = at
         self.lossless = lossless
 
+    @property
+    def behind(self) -> int:
+        """How many frames of the ring this reader has not taken, those that it missed among them."""
+        return self._ring.end - self.at
+
     def take(self, limit: int = 1 << 30) -> list[CollectedFrame | CursorGap]:
         """The next frames, at most `limit`; the first item is a CursorGap where frames were missed."""
         out: list[CollectedFrame | CursorGap] = []
@@ -86,7 +91,8 @@ class FrameRing:
 
     def __init__(self, frames: int = COLLECTOR_RING_FRAMES_MAX, size: int = RING_BYTES_MAX) -> None:
         self.first = 0
-        self._frames: deque[CollectedFrame] = deque()
+        self._frames: list[CollectedFrame | None] = []
+        self._start = 0
         self._frames_max, self._bytes_max = frames, size
         self._bytes = 0
         self._lossless: list[Cursor] = []
@@ -94,16 +100,23 @@ class FrameRing:
     @property
     def end(self) -> int:
         """The index that the next frame gets."""
-        return self.first + len(self._frames)
+        return self.first + len(self._frames) - self._start
 
     def append(self, frame: CollectedFrame) -> None:
         """Add a frame; the oldest go where bounds and cursors allow."""
         self._frames.append(frame)
         self._bytes += len(frame.payload)
         keep = min((cursor.at for cursor in self._lossless), default=self.end)
-        while (len(self._frames) > self._frames_max or self._bytes > self._bytes_max) and self.first < keep:
-            self._bytes -= len(self._frames.popleft().payload)
+        while (self.end - self.first > self._frames_max or self._bytes > self._bytes_max) and self.first < keep:
+            oldest = self._frames[self._start]
+            self._bytes -= len(oldest.payload) if oldest else 0
+            # A list with a moving start: readers slice it anywhere, which a deque is slow at.
+            self._frames[self._start] = None
+            self._start += 1
             self.first += 1
+        if self._start > COMPACT_FRAMES and self._start > len(self._frames) // 2:
+            del self._frames[: self._start]
+            self._start = 0
 
     def cursor(self, *, lossless: bool = False, replay: bool = False) -> Cursor:
         """A new reader: of future frames, or with replay of everything that is still here."""
@@ -118,11 +131,7 @@ class FrameRing:
             self._lossless.remove(cursor)
 
     def between(self, start: int, stop: int) -> list[CollectedFrame]:
-        """Frames start..stop-1 that are here. Cheap at the ring's newer end, where readers are."""
-        count = min(stop, self.end) - start
-        if count <= 0:
-            return []
-        behind = self.end - start
-        newest = [frame for frame, _ in zip(reversed(self._frames), range(behind), strict=False)]
-        newest.reverse()
-        return newest[:count]
+        """Frames start..stop-1 that are here; costs what it returns, wherever the reader is."""
+        low, high = max(start, self.first), min(stop, self.end)
+        offset = self._start - self.first
+        return [frame for frame in self._frames[low + offset : max(low, high) + offset] if frame is not None]

@@ -12,7 +12,10 @@ from services.datastream_collector.core import (
     ArchiveOpened,
     ArchiveWritten,
     CollectorActor,
+    EndpointFailed,
+    FramesCollected,
 )
+from services.datastream_collector.stream_socket import EndpointError, StreamSocket
 
 
 class ArchiveSink:
@@ -47,8 +50,16 @@ class ArchiveSink:
 
 
 def build(host: Host) -> None:
-    """Spawn the collector on its host."""
+    """Spawn the collector on its host; open its stream socket beside the bus file."""
     sink = ArchiveSink(host)
     host.on_effect(ArchiveOpen, sink.open)
     host.on_effect(ArchiveAppend, sink.append)
-    host.spawn(CollectorActor(), name=Role.COLLECTOR)
+    actor = CollectorActor()
+    address = host.spawn(actor, name=Role.COLLECTOR)
+    try:
+        stream = StreamSocket(host.loop, actor, host.bus_file.run_dir, host.boot, host.call_soon)
+    except EndpointError as error:
+        host.on_effect(FramesCollected, lambda _, __: None)
+        host.deliver(address, EndpointFailed(str(error)))
+    else:
+        host.on_effect(FramesCollected, lambda _, __: stream.frames_collected())

@@ -152,9 +152,14 @@ class WorkerStream:
     """What a publisher actor has said of its stream."""
 
     name: str
-    channels: dict[int, str] = field(default_factory=dict)
+    channels: dict[int, ChannelDeclaration] = field(default_factory=dict)
     seen: SeqRanges = field(default_factory=SeqRanges)
     ended: bool = False
+
+    def name_of(self, channel_id: int) -> str:
+        """The channel's name, or a stand-in for one that was never declared."""
+        declared = self.channels.get(channel_id)
+        return declared.name if declared else f"channel#{channel_id}"
 
 
 @dataclass(slots=True)
@@ -254,7 +259,7 @@ class Flows:
             out.refused = "the stream has ended"
             return out
         for declared in msg.channels:
-            if stream.channels.setdefault(declared.channel_id, declared.name) != declared.name:
+            if stream.channels.setdefault(declared.channel_id, declared) != declared:
                 out.malformed += 1
         if msg.gap and msg.gap[0] <= msg.gap[1]:
             out.gaps = stream.seen.holes(*msg.gap)
@@ -264,12 +269,11 @@ class Flows:
                 out.duplicates += 1
                 continue
             stream.seen.add(frame.position)
-            name = stream.channels.get(frame.channel_id, f"channel#{frame.channel_id}")
             out.frames.append(
                 CollectedFrame(
                     SOURCE_NODE_CLUSTER,
                     stream.name,
-                    name,
+                    stream.name_of(frame.channel_id),
                     frame.channel_id,
                     frame.position,
                     frame.payload,
@@ -283,10 +287,7 @@ class Flows:
 
     def declarations(self) -> list[tuple[str, list[ChannelDeclaration]]]:
         """(stream, channel list) of every worker stream, for late subscribers."""
-        return [
-            (stream.name, [ChannelDeclaration(channel_id=at, name=name) for at, name in stream.channels.items()])
-            for stream in self._streams.values()
-        ]
+        return [(stream.name, list(stream.channels.values())) for stream in self._streams.values()]
 
     def _stream(self, sender: bytes, name: str) -> WorkerStream:
         """Streams belong to a publisher actor: a new flow of the same worker goes on where the old one was."""

@@ -16,7 +16,8 @@ BOOTSTRAP = "mvp.node.bootstrap"
 STAGE = "mvp.node.stage"
 PROMPT = "mvp.node.prompt"
 SHUTDOWN = "mvp.node.shutdown"
-CHANNELS = (BOOTSTRAP, STAGE, PROMPT, SHUTDOWN)
+ENGINE = "mvp.worker.engine"
+CHANNELS = (BOOTSTRAP, STAGE, PROMPT, SHUTDOWN, ENGINE)
 
 
 def node_event(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Sequence
 
 from common.addresses import Plane, Role
@@ -21,6 +22,7 @@ from common.swim.config import PROFILES
 from worker.agent.core import NodeAgentActor
 from worker.agent.engine_process import ENGINE_COMMAND, EngineProcess
 from worker.agent.events import EngineSend, KillEngine, ReadPage, StartEngine, StopAsked, WorkerIdentity
+from worker.agent.host_stats import CPU, GPU, GPU_JOB, MEMORY, HostSampler, ReadHost, query_gpus, read_host
 from worker.agent.records import CHANNELS
 from worker.agent.stdin_watch import StdinLines, is_watched, on_readable
 
@@ -56,7 +58,8 @@ class Worker:
         secrets = [launch.secret_key, *([launch.hf_token] if launch.hf_token else [])]
         redactor = Redactor(secrets)
         producer = StreamProducer(StreamId(node=str(launch.node_id), life=launch.run_id), redact=redactor.redact)
-        for channel in CHANNELS:
+        gpu = shutil.which("nvidia-smi") is not None
+        for channel in (*CHANNELS, CPU, MEMORY, *((GPU,) if gpu else ())):
             producer.channel(channel)
         self.publisher = host.spawn(DatastreamPublisherActor(producer))
         swim = host.spawn(SwimActor(logical_id=host.identity.logical_id, config=PROFILES[launch.profile]))
@@ -73,6 +76,9 @@ class Worker:
         host.on_effect(EngineSend, lambda _, effect: self.engine.send(effect.message))
         host.on_effect(ReadPage, lambda _, __: self.engine.read_page())
         host.on_effect(KillEngine, lambda _, __: self.engine.kill())
+        host.jobs[GPU_JOB] = query_gpus
+        self.sampler = host.spawn(HostSampler(gpu=gpu))
+        host.on_effect(ReadHost, lambda address, _: host.deliver(address, read_host(self.engine.pid)))
         self.agent = host.spawn(NodeAgentActor(identity, self.publisher, swim))
         if is_watched(stdin):
             self._stdin = stdin

@@ -14,6 +14,7 @@ from common.limits import STAGE_SILENCE_MS
 from common.messages.engine import Progress
 from common.messages.orchestrator import ObserveStageProgress
 from worker.agent.events import PageRead, ReadPage, WorkerIdentity
+from worker.agent.records import ENGINE, node_event
 
 PAGE_TIMER = "page"
 PROGRESS_TIMER = "progress"
@@ -106,3 +107,5 @@ class Vigil:
             total=self._latest.total,
         )
         ctx.send(self.identity.orchestrator, report)
+        detail = {"phase": report.phase, "done": report.done, "total": report.total, "page": self._page[0]}
+        node_event(ctx, self.identity, ENGINE, "progress", "observed", detail)

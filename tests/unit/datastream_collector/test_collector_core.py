@@ -37,6 +37,8 @@ from services.datastream_collector.core import (
     ArchiveOpened,
     ArchiveWritten,
     CollectorActor,
+    EndpointFailed,
+    FramesCollected,
 )
 from services.datastream_collector.frames import CollectedFrame, CursorGap, FrameRing, Recovered, RecoveredStream
 from services.datastream_collector.streams import CHANNEL_GAP, EARLY_BYTES_MAX, EARLY_MS
@@ -80,7 +82,7 @@ class Bench:
                 self.archived.extend(effect.frames)
                 if self.write:
                     self.harness.tell(ArchiveWritten(len(effect.frames)))
-            else:
+            elif not isinstance(effect, FramesCollected):
                 self.left.append(effect)
 
     def route(self, boot: int) -> None:
@@ -241,6 +243,17 @@ def test_an_archive_that_cannot_be_opened_is_a_startup_failure() -> None:
     assert bench.sent() == []
     bench.route(2)
     assert bench.sent() == [failed]
+
+
+@pytest.mark.spec("S1 10.11")
+def test_a_stream_socket_that_cannot_be_bound_is_a_startup_failure() -> None:
+    bench = Bench()
+    bench.route(1)
+    bench.sent()
+    bench.tell(EndpointFailed("cannot bind the stream socket /x: No space left on device"))
+    (failed,) = bench.sent()
+    assert isinstance(failed, ServiceFailed)
+    assert (failed.phase, failed.error[:11]) == ("datastream_endpoint", "cannot bind")
 
 
 @pytest.mark.spec("S1 10.11", "S1 9.18", "S1 10.15")

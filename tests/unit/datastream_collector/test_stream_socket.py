@@ -1,0 +1,123 @@
+"""Subscribers on the real socket of a collector process under load: none of them slows producers or the archive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.addresses import Role
+from common.datastream import Emit, ObserverActor
+from common.messages.service import ServiceReady
+from services.datastream_collector.streams import CHANNEL_GAP
+from services.datastream_collector.subscribe import SOCKET_NAME
+from tests.unit.datastream_collector.test_collector_process import World
+
+pytestmark = pytest.mark.e2e
+
+RATE = 10_000
+SECONDS = 3
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path / "r", tmp_path / "logs" / "a.jsonl")
+    world.bus.until(lambda: world.told(ServiceReady), 20)
+    yield world
+    world.bus.close()
+
+
+def subscribe(world: World, request: bytes = b"{}") -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(world.bus.bus_file(Role.COLLECTOR).run_dir / SOCKET_NAME))
+    sock.sendall(request + b"\n")
+    return sock
+
+
+def read_lines(sock: socket.socket, quiet_s: float = 1.0) -> list[dict[str, Any]]:
+    sock.settimeout(quiet_s)
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        while chunk := sock.recv(1 << 20):
+            data += chunk
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def emit(world: World, number: int) -> None:
+    world.host.deliver(world.host.observer, Emit("load", b'{"n":%d,"text":"%s"}' % (number, b"x" * 40)))
+
+
+@pytest.mark.spec("S1 9.18", "S1 5.9", "S1 8.11", "S1 8.15", "S1 10.11")
+def test_slow_and_dead_subscribers_slow_nobody(world: World) -> None:
+    """10,000 records a second for three seconds beside one subscriber that never reads and others that die."""
+    stuck = subscribe(world)
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    dying = [subscribe(world, b'{"replay":true}') for _ in range(10)]
+    garbage = subscribe(world, b"no request at all")
+    begin = time.monotonic()
+    sent = 0
+    worst_ms = 0.0
+    while sent < RATE * SECONDS:
+        due = min(RATE * SECONDS, int((time.monotonic() - begin) * RATE) + 1)
+        before = time.monotonic()
+        for number in range(sent, due):
+            emit(world, number)
+        world.bus.pump()
+        worst_ms = max(worst_ms, (time.monotonic() - before) * 1000)
+        sent = due
+        if dying and sent > RATE:
+            dying.pop().close()
+    took = time.monotonic() - begin
+    world.bus.until(lambda: not world.host.node.unsettled, 20)
+    flushed = world.flush()
+    assert flushed.error == ""
+    observer = world.host.node.system.actor(world.host.observer)
+    assert isinstance(observer, ObserverActor)
+    assert observer.dropped == 0, "a producer had to drop"
+    records = world.records()
+    assert [record for record in records if record["channel"] == CHANNEL_GAP] == []
+    numbers = [json.loads(record["payload"]["value"])["n"] for record in records if record["channel"] == "load"]
+    assert numbers == list(range(RATE * SECONDS))
+    assert took < SECONDS * 2, f"{took:.1f} s for {SECONDS} s of records; the slowest turn had {worst_ms:.0f} ms"
+    # Who was stuck reads at last: what it missed is said, and nothing else is missing.
+    lines = read_lines(stuck)
+    seqs = [line["arrival_seq"] for line in lines if "arrival_seq" in line]
+    missed = sum(line["gap"]["missed"] for line in lines if "gap" in line)
+    assert missed > 0 and len(set(seqs)) == len(seqs)
+    assert len(seqs) + missed == len(records)
+    garbage.settimeout(5)
+    assert garbage.recv(10) == b"", "who asks nonsense is turned away"
+    for sock in (stuck, garbage, *dying):
+        sock.close()
+
+
+def test_a_subscriber_gets_replay_filters_and_new_frames(world: World) -> None:
+    emit(world, 1)
+    world.host.deliver(world.host.observer, Emit("other", b"{}"))
+    world.bus.until(lambda: not world.host.node.unsettled, 10)
+    world.flush()
+    sock = subscribe(world, b'{"replay":true,"channels":["load"]}')
+    for _ in range(20):
+        world.bus.pump()
+    emit(world, 2)
+    world.bus.until(lambda: not world.host.node.unsettled, 10)
+    world.flush()
+    lines = read_lines(sock)
+    assert "header" in lines[0] and [channel["name"] for channel in lines[1]["channels"]] == ["load"]
+    frames = [json.loads(line["payload"]["value"])["n"] for line in lines[2:]]
+    assert frames == [1, 2]
+    sock.close()
+
+
+def test_a_restarted_collector_binds_its_socket_again(world: World) -> None:
+    world.bus.kill(Role.COLLECTOR)
+    world.bus.start(Role.COLLECTOR)
+    world.bus.until(lambda: len(world.told(ServiceReady)) > 1, 20)
+    with subscribe(world) as sock:
+        assert "header" in read_lines(sock, 0.5)[0]
