@@ -9,13 +9,14 @@ import msgspec
 from common.actors import Actor, Ctx
 from common.addresses import Role
 from common.config_slices import decode_slice
-from common.effects import Exit, OwnerGone, StopSignal, ViewChanged
+from common.effects import Exit, OwnerGone, SendFailed, StopSignal, ViewChanged
 from common.limits import CONFIG_RESEND_MS
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
 from common.messages.service import Lease, RunEnded, ServiceReady
 
 CONFIG_TIMER = "service:config"
 LEASE_TIMER = "service:lease"
+ANNOUNCE_TIMER = "service:announce"
 
 
 class ServiceActor(Actor):
@@ -32,6 +33,7 @@ class ServiceActor(Actor):
         ViewChanged,
         OwnerGone,
         StopSignal,
+        SendFailed,
     )
 
     def __init__(self) -> None:
@@ -39,7 +41,6 @@ class ServiceActor(Actor):
         self.orchestrator: bytes = b""
         """Address of the orchestrator's main actor, b"" while it is not routed."""
         self._announced_boot = 0
-        self._digest = ""
         self._is_ready = False
 
     # --- hooks ------------------------------------------------------------------------------------------------
@@ -82,23 +83,24 @@ class ServiceActor(Actor):
             ctx.timer(CONFIG_TIMER, 0)
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """Config resend and lease expiry."""
+        """Config resend, lease expiry, an announcement that did not arrive."""
         if key == CONFIG_TIMER and self.config is None:
             if resolver := ctx.views.routes.named(Role.RESOLVER):
                 ctx.send(resolver.address, ConfigGet(part=self.ROLE))
             ctx.timer(CONFIG_TIMER, CONFIG_RESEND_MS)
         elif key == LEASE_TIMER:
             self.on_lease_lost(ctx)
+        elif key == ANNOUNCE_TIMER:
+            self._announce(ctx)
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """Handle SERVICE_INCOMING."""
         match msg:
             case ConfigSlice() if self.config is None and msg.part == self.ROLE and self.SLICE is not None:
                 ctx.cancel(CONFIG_TIMER)
-                self._digest = msg.digest
                 self.config = decode_slice(msg.slice_json, self.SLICE)
                 self.on_config(self.config, ctx)
-            case ConfigFailed():
+            case ConfigFailed() if self.config is None:
                 self.on_config_failed(msg.error, ctx)
             case Lease():
                 ctx.timer(LEASE_TIMER, msg.ttl_ms)
@@ -113,6 +115,10 @@ class ServiceActor(Actor):
                 self.on_owner_gone(ctx)
             case StopSignal():
                 self.on_stop_signal(msg, ctx)
+            case SendFailed() if isinstance(msg.message, ServiceReady):
+                # Told to a route that was no more, or a link was down for long: the run would wait for it in vain.
+                self._announced_boot = 0
+                ctx.timer(ANNOUNCE_TIMER, CONFIG_RESEND_MS)
             case _:
                 pass
 

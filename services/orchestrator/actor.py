@@ -1,4 +1,4 @@
-"""OrchestratorActor: takes the workers' observations, filters them by the active context, reports (S1 6.3, 6.4, 6.12)."""
+"""OrchestratorActor: takes the workers' observations, filters them by context, reports (S1 6.3, 6.4, 6.12, 9.19)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ class ExpectNode:
     node_key: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """Event: the run begins to end; error is empty for a controlled stop."""
+
+    error: str
+
+
 class ReportInbox(Inbox):
     """S1 6.3: holds OrchestratorReport values until the run drains them; tells it once when it becomes pending."""
 
@@ -74,7 +81,7 @@ class OrchestratorActor(Actor):
     worker (S1 6.12, 9.19); everything else is counted in `dropped` and changes nothing.
     """
 
-    Incoming: ClassVar[tuple[type, ...]] = (OrchestratorMsg, ExpectNode)  # type: ignore[assignment]
+    Incoming: ClassVar[tuple[type, ...]] = (OrchestratorMsg, ExpectNode, EndRun)  # type: ignore[assignment]
 
     def __init__(self, run_id: int, report_to: bytes | None) -> None:
         self.core = OrchestratorRun(run_id)
@@ -89,6 +96,10 @@ class OrchestratorActor(Actor):
         match msg:
             case ExpectNode():
                 self._expected[msg.stage_index] = msg
+            case EndRun() if msg.error:
+                self.core.fault(msg.error)
+            case EndRun():
+                self.core.operator_stop()
             case ObservePoolReady():
                 self.core.pool_is_ready(msg.nodes)
             case ObservePlanAvailable() if msg.run_id == self.core.run_id:
@@ -169,11 +180,6 @@ class OrchestratorActor(Actor):
             and getattr(msg, "node_id", expected.node_id) == expected.node_id
             and ctx.sender_node == expected.node_key
         )
-
-    def operator_stop(self, ctx: Ctx) -> None:
-        """The run ends in a controlled way."""
-        self.core.operator_stop()
-        self._report_new(ctx)
 
     def _report_new(self, ctx: Ctx) -> None:
         for command in self.core.commands[self._command_cursor :]:

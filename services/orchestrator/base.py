@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from common.actors import Ctx
@@ -25,6 +26,35 @@ SERVICES_OF_A_RUN: tuple[Role, ...] = (
     Role.COLLECTOR,
 )
 """Who must say ServiceReady. Router and relay are the bus itself: without them nobody could say anything."""
+
+
+class Phase(StrEnum):
+    """Where a run stands, in this order; up to SERVING also the phase of its records (rust-swactor.md 2.7)."""
+
+    SERVICES = "services"
+    PLAN = "run_plan"
+    PROVIDER = "node_provisioner"
+    START = "provider_start"
+    READINESS = "node_runtime_ready"
+    ACK = "runtime_ready_ack"
+    BOOTSTRAP = "complete_bootstrap"
+    WEIGHTS = "weights_loaded"
+    RPC = "prompt_rpc"
+    SERVING = "serve_prompts"
+    CLOSING_RPC = "closing_rpc"
+    STOPPING_STAGES = "stopping_stages"
+    STOPPING_NODES = "provider_stop"
+    FLUSHING = "flushing"
+    OVER = "over"
+
+
+CLOSING = (Phase.CLOSING_RPC, Phase.STOPPING_STAGES, Phase.STOPPING_NODES, Phase.FLUSHING, Phase.OVER)
+WHEN = {
+    Phase.WEIGHTS: "while loading weights",
+    Phase.RPC: "while the prompt RPC was opened",
+    Phase.SERVING: "while serving prompts",
+}
+"""How an error says when a worker was lost; in all earlier phases it was "before ready"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +83,9 @@ class Worker:
     subscribed: bool = False
     weights: bool = False
     stage_ready: bool = False
-    stopped: bool = False
+    exited: bool = False
     dead_since_ms: int | None = None
+    """Since when SWIM has been calling it dead or left."""
 
     @property
     def ready(self) -> bool:
@@ -84,17 +115,19 @@ class Result:
 
 
 class RunBase(ServiceActor):
-    """State and helpers; see startup.py, serving.py, closing.py and core.py for the phases in their order."""
+    """State and helpers. The phases build on each other, the later ones below: closing.py, serving.py, stages.py,
+    readiness.py, startup.py; core.py dispatches."""
 
     ROLE = Role.ORCHESTRATOR
     SLICE = OrchestratorSlice
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "services"
+        self.phase = Phase.SERVICES
         self.waiting_for = "services"
         """What a stop in this phase interrupts (S1 10.14): "shutdown requested while waiting for <this>"."""
-        self.services_ready: dict[str, int] = {}
+        self.services: dict[Role, tuple[bytes, int]] = {}
+        """Who said ServiceReady: address and boot."""
         self.workers: dict[int, Worker] = {}
         """Expected workers by stage index."""
         self.result = Result()
@@ -102,8 +135,14 @@ class RunBase(ServiceActor):
         self.provider_touched = False
         """PrepareProvider was sent: StopNodes is owed whatever happens."""
         self.rpc_open = False
+        """OpenPromptRpc was sent: CloseRpc is owed."""
         self._limit_error = ""
         self._limit_ms = 0
+
+    @property
+    def active(self) -> bool:
+        """S1 9.15: the phases in which a loss is fatal; from the first reason to end on nothing is."""
+        return self.phase not in CLOSING
 
     # --- records ----------------------------------------------------------------------------------------------
     @property
@@ -115,6 +154,11 @@ class RunBase(ServiceActor):
     def node_id(self) -> int:
         """The orchestrator's own logical id."""
         return self.config.node_id if self.config else 1
+
+    @property
+    def provider(self) -> str | None:
+        """The configured provider (None until the configuration is here)."""
+        return self.config.provider if self.config else None
 
     def record(
         self, ctx: Ctx, phase: str, status: str, detail: Mapping[str, Any] | None = None, node_id: int | None = None
@@ -155,6 +199,10 @@ class RunBase(ServiceActor):
         self._limit_ms, self._limit_error = limit_ms, error
         ctx.timer(LIMIT_TIMER, limit_ms)
 
+    def limit_error(self, ctx: Ctx) -> str:
+        """What to say when the limit is over; phases that know better at that time override it."""
+        return self._limit_error
+
     def progress(self, ctx: Ctx) -> None:
         """Progress extends the silence limit of the phase."""
         if self._limit_error:
@@ -166,20 +214,33 @@ class RunBase(ServiceActor):
         ctx.cancel(LIMIT_TIMER)
 
     # --- failing ----------------------------------------------------------------------------------------------
-    def fail(self, ctx: Ctx, error: str, *, phase: str = "", detail: Mapping[str, Any] | None = None) -> None:
-        """The run ends with this error (the first one counts); a failure record names the phase (S1 10.15)."""
+    def fail(self, ctx: Ctx, error: str, *, phase: str = "", worker: Worker | None = None, **detail: Any) -> None:
+        """The run ends with this error; a failure record names the phase (S1 10.15). The first error counts (10.1)."""
+        if not self.active:
+            return
         failed_phase = phase or self.phase
-        full = {"provider": self.config.provider if self.config else None, "error": error, **(detail or {})}
-        self.record(ctx, failed_phase, "failed", full)
-        if not self.result.error:
-            self.result.error, self.result.faulted_phase = error, failed_phase
+        full = {"provider": self.provider, "error": error, **detail}
+        node_id = None
+        if worker is not None:
+            node_id = worker.node_id
+            full |= {"node_id": worker.node_id, "stage_index": worker.stage_index}
+        self.record(ctx, failed_phase, "failed", full, node_id)
+        self.result.error, self.result.faulted_phase = error, failed_phase
         self.close(ctx)
 
     def close(self, ctx: Ctx) -> None:
         """Begin the shutdown sequence (closing.py)."""
         raise NotImplementedError
 
+    # --- who is there -----------------------------------------------------------------------------------------
     def service(self, ctx: Ctx, role: Role) -> bytes:
-        """The main actor of a service, b"" while it is away."""
-        route = ctx.views.routes.named(role)
-        return route.address if route else b""
+        """The main actor of a service, b"" if it never came or is gone for good. While the route view is away (a
+        router restart), the address that the service itself gave still holds."""
+        if route := ctx.views.routes.named(role):
+            return route.address
+        return self.services.get(role, (b"", 0))[0]
+
+    def worker_of(self, stage_index: int, node_id: int) -> Worker | None:
+        """The expected worker of this stage and node (S1 9.19), None for anything else."""
+        worker = self.workers.get(stage_index)
+        return worker if worker is not None and worker.node_id == node_id else None

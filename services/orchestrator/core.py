@@ -1,7 +1,7 @@
 """RunActor: one run from the services' readiness to the exit status (S1 4, 9, 10).
 
-The dispatch table of everything that a run hears; what it does about it stands in startup.py (phases up to the open
-RPC), serving.py (supervision) and closing.py (shutdown). State and helpers: base.py.
+The dispatch table of everything that a run hears; what it does about it stands in startup.py, readiness.py,
+stages.py, serving.py (supervision) and closing.py (shutdown). State and helpers: base.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from common.actors import Ctx
 from common.addresses import Role
 from common.effects import SendFailed, StopSignal, ViewChanged
 from common.limits import SERVICE_READY_MS
-from common.messages.config import ConfigFailed, ConfigSlice
+from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
 from common.messages.member import MemberChanged
 from common.messages.provision import (
     BootstrapCompleted,
@@ -36,15 +36,25 @@ from common.messages.report import (
     StageStopped,
     WeightsReady,
 )
-from common.messages.serve import PromptRpcFailed, PromptRpcReady, RpcClosed, ServingFailed, ShutdownRequested
+from common.messages.serve import (
+    PromptRpcFailed,
+    PromptRpcReady,
+    ResumeServing,
+    RpcClosed,
+    ServingFailed,
+    ShutdownRequested,
+    SuspendServing,
+)
 from common.messages.service import ServiceFailed, ServiceReady
-from common.messages.stream import Flushed
+from common.messages.stream import DatastreamSubscribe, ExpectFlow, Flushed
 from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
-from services.orchestrator.actor import OrchestratorActor, ReportInbox, ReportsPending
-from services.orchestrator.base import LIMIT_TIMER
-from services.orchestrator.closing import CLOSING, STEP_TIMER
-from services.orchestrator.serving import LEASE_TIMER, SILENT_TIMER
-from services.orchestrator.startup import ACK_TIMER, STAGE_TIMER, StartUp
+from services.orchestrator.actor import ReportsPending
+from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase
+from services.orchestrator.closing import LEASE_TIMER, STEP_TIMER
+from services.orchestrator.readiness import ACK_TIMER
+from services.orchestrator.serving import SILENT_TIMER
+from services.orchestrator.stages import STAGE_TIMER
+from services.orchestrator.startup import StartUp
 
 SERVICES_TIMER = "run:services"
 
@@ -111,46 +121,31 @@ class RunActor(StartUp):
         ServiceRestarted,
     )
 
-    def __init__(self, nonce: bytes) -> None:
-        super().__init__()
-        self.nonce = nonce
-        self._inbox: ReportInbox | None = None
-
     # --- life -------------------------------------------------------------------------------------------------
     def on_start(self, ctx: Ctx) -> None:
         """Wait for the services, at most SERVICE_READY_MS."""
         super().on_start(ctx)
         ctx.watch("members")
         ctx.timer(SERVICES_TIMER, SERVICE_READY_MS)
-
-    def on_config(self, config: Any, ctx: Ctx) -> None:
-        """The run id is known: spawn the actors that carry it."""
-        self._inbox = ReportInbox(ctx.address)
-        self.actor_address = ctx.spawn(OrchestratorActor(config.run_id, ctx.spawn(self._inbox)))
-        self.renew_lease(ctx)
         self.begin_if_complete(ctx)
 
     def on_config_failed(self, error: str, ctx: Ctx) -> None:
         """Hosted mode: the resolver serves its error; no worker was started (S1 9.1)."""
-        if self.phase == "services":
-            self.fail(ctx, error, phase="config")
+        self.fail(ctx, error, phase="config")
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
         """Every timer of a run."""
         match key:
             case _ if key == SERVICES_TIMER:
-                if self.phase == "services":
-                    self.fail(ctx, f"not all services were ready within 60 s: still waiting for {self.waiting_for}")
+                self.services_timed_out(ctx)
             case _ if key == LIMIT_TIMER:
-                if self.active:
-                    self.fail(ctx, self._limit_error)
+                self.fail(ctx, self.limit_error(ctx))
             case _ if key == LEASE_TIMER:
                 self.renew_lease(ctx)
             case _ if key == SILENT_TIMER:
                 self.check_silent(ctx)
             case _ if key == ACK_TIMER:
-                if self.phase == "runtime_ready_ack":
-                    self.send_acks(ctx)
+                self.send_acks(ctx)
             case _ if key == STAGE_TIMER:
                 self.provision_stage(ctx)
             case _ if key == STEP_TIMER:
@@ -177,7 +172,7 @@ class RunActor(StartUp):
             case ServiceReady():
                 self._service_ready(msg, ctx)
             case ServiceFailed():
-                self.fail(ctx, f"{msg.service}: {msg.error}", phase=msg.phase)
+                self.fail(ctx, f"{msg.service}: {msg.error}", phase=msg.phase, service=msg.service)
             case ReportsPending():
                 self._drain_reports(ctx)
             case StdioLine():
@@ -202,16 +197,11 @@ class RunActor(StartUp):
             case ProviderPrepared():
                 self.provider_prepared(msg.reconciled, ctx)
             case ProviderPrepareFailed():
-                if self.active:
-                    self.fail(ctx, f"provider {self.config.provider}: {msg.error}", phase="node_provisioner")
+                self.provider_failed(msg.error, ctx)
             case NodeStarted():
                 self.node_started(msg, ctx)
             case NodeFailed():
-                if self.active:
-                    detail = {"node_id": msg.node_id, "stage_index": msg.stage_index}
-                    self.fail(
-                        ctx, f"node {msg.node_id} did not start: {msg.error}", phase="provider_start", detail=detail
-                    )
+                self.node_failed(msg, ctx)
             case NodeExited():
                 self.node_exited(msg, ctx)
             case NodeStopped():
@@ -225,19 +215,17 @@ class RunActor(StartUp):
             case PromptRpcFailed():
                 self.rpc_failed(msg.error, ctx)
             case RpcClosed():
-                if self.phase == "closing rpc":
-                    self.stop_stages(ctx)
+                self.rpc_closed(ctx)
             case ServingFailed():
-                if self.active:
-                    self.fail(ctx, f"prompt serving failed: {msg.error}", phase="serve_prompts")
+                self.fail(ctx, f"prompt serving failed: {msg.error}")
             case Flushed():
-                self.flushed(msg.error, ctx)
+                self.flushed(ctx)
             case _:
                 pass
 
     def _drain_reports(self, ctx: Ctx) -> None:
         """S1 6.3: everything pending in the report inbox."""
-        for _, report in self._inbox.drain() if self._inbox else []:
+        for _, report in self.inbox.drain() if self.inbox else []:
             match report:
                 case StageStopped():
                     self.stage_stopped(report.stage_index, ctx)
@@ -259,34 +247,35 @@ class RunActor(StartUp):
                 case StageProgress():
                     self.stage_progress(report, ctx)
                 case StageFault():
-                    self._stage_fault(report, ctx)
-
-    def _stage_fault(self, report: StageFault, ctx: Ctx) -> None:
-        node_id = self.workers[report.stage_index].node_id
-        when = "while serving prompts" if self.phase == "serving" else "while loading weights"
-        phase = "serve_prompts" if self.phase == "serving" else "weights_loaded"
-        error = f"node {node_id} stage {report.stage_index} faulted {when}: {report.reason}"
-        self.fail(ctx, error, phase=phase, detail={"node_id": node_id, "stage_index": report.stage_index})
+                    self.stage_faulted(report, ctx)
 
     def _service_ready(self, msg: ServiceReady, ctx: Ctx) -> None:
-        known = self.services_ready.get(msg.service)
-        self.services_ready[msg.service] = msg.boot
-        if known is not None and known != msg.boot:
+        if msg.service not in SERVICES_OF_A_RUN:
+            return
+        role = Role(msg.service)
+        _, known_boot = self.services.get(role, (b"", msg.boot))
+        self.services[role] = (ctx.sender, msg.boot)
+        if known_boot != msg.boot and self.phase is not Phase.SERVICES:
             # Only these two hold state of the run that nobody can give back to them (design.md 2).
-            if msg.service in (Role.GATEWAY, Role.PROVISIONER):
-                self.service_lost(Role(msg.service), "was restarted in the middle of the run", ctx)
-            elif msg.service == Role.COLLECTOR:
+            if role in (Role.GATEWAY, Role.PROVISIONER):
+                self.service_lost(role, "was restarted in the middle of the run", ctx)
+            elif role is Role.COLLECTOR:
                 self.subscribe_again(ctx)
         self.begin_if_complete(ctx)
 
     def _send_failed(self, msg: SendFailed, ctx: Ctx) -> None:
-        """S1 10.12: the error belongs to the phase that attempted the send."""
-        what = type(msg.message).__name__
-        if not self.active or what in ("ExpectFlow", "DatastreamSubscribe", "SuspendServing", "ResumeServing"):
-            if what == "DatastreamSubscribe":
-                self.record(ctx, "datastream_subscribe", "failed", {"error": msg.reason})
+        """S1 10.12: the error belongs to the phase that attempted the send. What is repeated anyway, or what the run
+        can do without, is none."""
+        if not self.active:
+            self.step_undelivered(msg.message, msg.dst, msg.reason, ctx)
             return
-        self.fail(ctx, f"{what} could not be delivered: {msg.reason.replace('_', ' ')}")
+        reason = msg.reason.replace("_", " ")
+        worker = next((worker for worker in self.workers.values() if msg.dst == worker.node_actor), None)
+        if isinstance(msg.message, DatastreamSubscribe | ExpectFlow):
+            self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
+        elif not isinstance(msg.message, ConfigGet | SuspendServing | ResumeServing):
+            what = type(msg.message).__name__ + (f" to node {worker.node_id}" if worker else "")
+            self.fail(ctx, f"{what} could not be delivered: {reason}", worker=worker)
 
     def _stdio(self, msg: StdioLine, ctx: Ctx) -> None:
         stream = LogStream.STDOUT if msg.stream == "stdout" else LogStream.STDERR
@@ -295,10 +284,11 @@ class RunActor(StartUp):
         ctx.observe(channel, log_record(self.run_id, self.node_id, stream, text))
 
     def check(self) -> None:
-        """Invariants: nothing advances past the barrier without its facts (S1 9.5-9.7)."""
-        if self.phase in ("stage", "rpc", "serving"):
-            assert all(worker.acked for worker in self.workers.values())
-        if self.phase in ("rpc", "serving"):
-            assert all(worker.weights and worker.stage_ready for worker in self.workers.values())
-        assert self.phase != "over" or self.result.status in (0, 1)
-        assert self.phase not in CLOSING or not self._limit_error
+        """Invariants: nothing advances past the barrier without its facts (S1 9.4-9.7)."""
+        super().check()
+        workers = self.workers.values()
+        if self.phase in (Phase.BOOTSTRAP, Phase.WEIGHTS, Phase.RPC, Phase.SERVING):
+            assert all(worker.ready and worker.acked for worker in workers), "a stage before its acknowledgement"
+        if self.phase in (Phase.RPC, Phase.SERVING):
+            assert all(worker.weights and worker.stage_ready for worker in workers), "prompt RPC before the weights"
+        assert self.phase is not Phase.SERVING or self.rpc_open

@@ -47,13 +47,18 @@ class OrchestratorRun:
             return "terminal"
         if not self.provisioned:
             return "waiting for plan and pool"
-        if self._stages_missing():
-            return "waiting for stage readiness"
         if self.injected_sequences:
             return "generating tokens"
-        if not (self.token_in_ready and self.token_out_ready):
+        if self._stages_missing():
+            return "waiting for stage readiness"
+        if self._has_token_edges and not (self.token_in_ready and self.token_out_ready):
             return "waiting for token endpoints"
         return "provisioned"
+
+    @property
+    def _has_token_edges(self) -> bool:
+        """A run of one stage is executed directly: it has no edges."""
+        return self.plan is not None and len(self.plan) > 1
 
     # --- observations -----------------------------------------------------------------------------------------
     def plan_available(self, stages: list[StageAssignment]) -> None:
@@ -75,7 +80,7 @@ class OrchestratorRun:
         self.provisioned = True
         for stage in self.plan:
             self._command("ProvisionStage", stage_index=stage.stage_index, node_id=stage.node_id)
-        if len(self.plan) > 1:
+        if self._has_token_edges:
             self._command("CreateTokenInEndpoint")
             self._command("CreateTokenOutEndpoint")
 
@@ -118,7 +123,7 @@ class OrchestratorRun:
             self._inject(sequence + 1, [token_id])
 
     def fault(self, reason: str) -> None:
-        """StageFault, EndpointFault, MembershipLost or UnknownStageReady."""
+        """StageFault, EndpointFault, UnknownStageReady, or whatever else the run fails with (a lost worker)."""
         self._end("RunFaulted", reason)
 
     def operator_stop(self) -> None:
@@ -137,7 +142,7 @@ class OrchestratorRun:
         self.teardown_started = True
         for stage in self.plan or []:
             self._command("StopRun", stage_index=stage.stage_index, node_id=stage.node_id)
-        if self.plan and len(self.plan) > 1:
+        if self._has_token_edges:
             self._command("TearDownTokenEndpoints")
         else:
             self.token_endpoints_stopped = True

@@ -20,11 +20,13 @@ STOP_WORDS = frozenset({"stop", "shutdown", "quit"})
 
 
 class StopListener:
-    """S1 7.16: lines of standard input, trimmed and compared case-insensitively. EOF is never a stop (design.md 2)."""
+    """S1 7.16: lines of standard input, trimmed and compared case-insensitively; one notification.
+    EOF is never a stop (design.md 2)."""
 
     def __init__(self, on_stop: Callable[[str], None]) -> None:
         self._on_stop = on_stop
         self._partial = b""
+        self._notified = False
 
     def feed(self, data: bytes) -> None:
         """Bytes as they come; a line that is too long is no stop word and is thrown away."""
@@ -33,8 +35,13 @@ class StopListener:
             self._partial = b"\0"
         for line in lines:
             word = line.decode(errors="replace").strip().lower()
-            if word in STOP_WORDS:
+            if word in STOP_WORDS and not self._notified:
+                self._notified = True
                 self._on_stop(word)
+
+    def end(self) -> None:
+        """End of input: what came last is a line, too."""
+        self.feed(b"\n")
 
 
 def listen_on_stdin(host: Host, address: bytes, fd: int = 0) -> None:
@@ -50,6 +57,7 @@ def listen_on_stdin(host: Host, address: bytes, fd: int = 0) -> None:
             listener.feed(data)
         else:
             host.loop.remove_fd(fd)
+            listener.end()
 
     try:
         host.loop.add_fd(fd, readable)
@@ -59,6 +67,7 @@ def listen_on_stdin(host: Host, address: bytes, fd: int = 0) -> None:
             listener.feed(os.read(fd, 4096))
         except OSError:
             return
+        listener.end()
 
 
 def build(host: Host, on_result: Callable[[RunOver], None]) -> bytes:
@@ -82,11 +91,11 @@ def hosted(bus: Path) -> int:
         if host.identity.role is not Role.ORCHESTRATOR:
             raise SecurityError(f"{bus} is the bus file of {host.identity.role}, not of {Role.ORCHESTRATOR}")
     except SecurityError as error:
-        print(f"mvp-orchestrator: {error}", file=sys.stderr)
+        sys.stderr.write(f"mvp-orchestrator: {error}\n")
         return 1
     results: list[RunOver] = []
     listen_on_stdin(host, build(host, results.append))
     status = host.run()
     if results and results[0].error:
-        print(f"mvp-orchestrator: {results[0].error}", file=sys.stderr)
+        sys.stderr.write(f"mvp-orchestrator: {results[0].error}\n")
     return status

@@ -1,4 +1,5 @@
-"""Serving and what can end it: stop requests, worker loss, service loss, faults (S1 4.11, 9.15, 9.17; design.md 6 row 22)."""
+"""Serving and what can end a run: stop requests, worker loss, service loss, faults (S1 4.11, 9.15, 9.17; design.md 6
+row 22)."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from common.limits import (
     WORKER_SILENT_MS_STARTUP,
 )
 from common.messages.provision import NodeExited
+from common.messages.report import StageFault
 from common.messages.serve import ResumeServing, SuspendServing
 from common.messages.service import Lease
-from services.orchestrator.base import Worker
-from services.orchestrator.closing import CLOSING, Closing
+from services.orchestrator.base import WHEN, Phase, Worker
+from services.orchestrator.closing import LEASE_TIMER, Closing
 
-LEASE_TIMER = "run:lease"
 SILENT_TIMER = "run:silent"
+SILENT_LOOK_MS = 1000
 
 
 class Serving(Closing):
@@ -28,11 +30,7 @@ class Serving(Closing):
     def __init__(self) -> None:
         super().__init__()
         self._suspended = False
-
-    @property
-    def active(self) -> bool:
-        """S1 9.15: the phases in which the loss of a worker is fatal."""
-        return self.phase not in CLOSING
+        self._stop_requests = 0
 
     # --- leases -----------------------------------------------------------------------------------------------
     def renew_lease(self, ctx: Ctx) -> None:
@@ -46,12 +44,15 @@ class Serving(Closing):
 
     # --- stop requests ----------------------------------------------------------------------------------------
     def stop_requested(self, source: str, ctx: Ctx) -> None:
-        """Controlled shutdown (S1 9.17, 10.14): success while serving, an error of the phase during start-up."""
+        """Controlled shutdown (S1 9.17, 10.14): success while serving, an error of the phase during start-up. The
+        first request during an end that has another reason changes nothing; a second one hurries."""
+        self._stop_requests += 1
         if not self.active:
-            self.hurry(ctx)
+            if self._stop_requests > 1:
+                self.hurry(ctx)
             return
         self.result.shutdown_source = source
-        if self.phase == "serving":
+        if self.phase is Phase.SERVING:
             self.close(ctx)
         else:
             self.fail(ctx, f"shutdown requested while waiting for {self.waiting_for}")
@@ -59,62 +60,71 @@ class Serving(Closing):
     # --- worker loss ------------------------------------------------------------------------------------------
     def node_exited(self, msg: NodeExited, ctx: Ctx) -> None:
         """A worker ended without being asked to (S1 9.15)."""
-        if not self.active:
+        worker = self.worker_of(msg.stage_index, msg.node_id)
+        if worker is None:
             return
-        when = {
-            "serving": "while serving prompts",
-            "stage": "while loading weights",
-            "rpc": "while loading weights",
-        }.get(self.phase, "before ready")
-        how = msg.reason or (f"exit status {msg.status}" if msg.status is not None else "no exit status")
         tail = msg.stderr_tail[-STDERR_TAIL_LINES:]
+        if not self.active:
+            self.exited_while_closing(worker, tail, ctx)
+            return
+        worker.exited = True
+        how = msg.reason or (f"exit status {msg.status}" if msg.status is not None else "no exit status")
+        last = next((line.strip() for line in reversed(tail) if line.strip()), "")
         self.result.stderr_tail = tail
-        last = next((line for line in reversed(tail) if line.strip()), "")
-        error = f"node {msg.node_id} exited {when}: {how}"
-        if last:
-            error += f"; its last line was: {last.strip()[:200]}"
-        phase = {"serving": "serve_prompts", "stage": "weights_loaded"}.get(self.phase, "node_runtime_ready")
-        self.fail(ctx, error, phase=phase, detail={"node_id": msg.node_id, "status": msg.status, "stderr_tail": tail})
+        self.fail(
+            ctx,
+            f"node {msg.node_id} exited {self._when()}: {how}" + (f"; its last line was: {last[:200]}" if last else ""),
+            worker=worker,
+            status=msg.status,
+            stderr_tail=tail,
+        )
+
+    def _when(self) -> str:
+        return WHEN.get(self.phase, "before ready")
+
+    def stage_faulted(self, report: StageFault, ctx: Ctx) -> None:
+        """S1 4.9: a start-up failure before serving, a runtime failure after."""
+        worker = self.workers[report.stage_index]
+        error = f"node {worker.node_id} stage {report.stage_index} faulted {self._when()}: {report.reason}"
+        self.fail(ctx, error, worker=worker)
 
     def members_changed(self, ctx: Ctx) -> None:
-        """SWIM's verdicts: Dead suspends at once, fails the run only after the silence limit; Unknown never does."""
+        """SWIM's verdicts: Dead suspends, and fails the run only after the silence limit; Unknown decides nothing."""
         for worker in self.workers.values():
-            if not worker.node_key:
-                continue
             state = ctx.views.members.state(worker.node_key)
-            if state in ("dead", "left") and worker.dead_since_ms is None and worker.alive:
+            if state in ("dead", "left") and worker.dead_since_ms is None:
                 worker.dead_since_ms = ctx.now_ms
                 ctx.timer(SILENT_TIMER, DEAD_WORKER_FAULT_MS)
-            elif state == "alive":
-                worker.alive = True
+            elif state in ("alive", "suspect"):
                 worker.dead_since_ms = None
         self._serve_or_suspend(ctx)
 
     def check_silent(self, ctx: Ctx) -> None:
         """Workers that are Dead for long: fault the active request after 5 s, the run after 60 (30 at start-up)."""
-        limit_ms = WORKER_SILENT_MS_SERVING if self.phase == "serving" else WORKER_SILENT_MS_STARTUP
         silent = [worker for worker in self.workers.values() if worker.dead_since_ms is not None]
+        if not silent or not self.active:
+            return
+        limit_ms = WORKER_SILENT_MS_SERVING if self.phase is Phase.SERVING else WORKER_SILENT_MS_STARTUP
         for worker in silent:
-            if ctx.now_ms - (worker.dead_since_ms or 0) >= limit_ms and self.active:
-                self.fail(
-                    ctx, f"node {worker.node_id} has been silent for {limit_ms // 1000} s", phase=self._fault_phase()
-                )
+            # While membership restarts it reads Unknown, which never fails a run (design.md 2).
+            is_dead = ctx.views.members.state(worker.node_key) in ("dead", "left")
+            if is_dead and ctx.now_ms - (worker.dead_since_ms or 0) >= limit_ms:
+                error = f"node {worker.node_id} was lost {self._when()}: dead in SWIM for {limit_ms // 1000} s"
+                self.fail(ctx, error, worker=worker)
                 return
-        if silent and self.active:
-            ctx.timer(SILENT_TIMER, 1000)
+        ctx.timer(SILENT_TIMER, SILENT_LOOK_MS)
         self._serve_or_suspend(ctx)
 
-    def _fault_phase(self) -> str:
-        return "serve_prompts" if self.phase == "serving" else self.phase
-
-    def _lost(self, worker: Worker, ctx: Ctx) -> bool:
-        return worker.dead_since_ms is not None and ctx.now_ms - worker.dead_since_ms >= DEAD_WORKER_FAULT_MS
-
     def _serve_or_suspend(self, ctx: Ctx) -> None:
-        gateway = self.service(ctx, Role.GATEWAY)
-        if self.phase != "serving" or not gateway:
+        """The gateway follows SWIM by itself; this is the run's own word, so that both stop for the same reason."""
+        if self.phase is not Phase.SERVING:
             return
-        lost = [worker for worker in self.workers.values() if self._lost(worker, ctx)]
+        lost = [
+            worker
+            for worker in self.workers.values()
+            if worker.dead_since_ms is not None and ctx.now_ms - worker.dead_since_ms >= DEAD_WORKER_FAULT_MS
+        ]
+        gateway = self.service(ctx, Role.GATEWAY)
         if lost and not self._suspended:
             self._suspended = True
             self.record(ctx, "serve_prompts", "observed", {"suspended_by": [worker.node_id for worker in lost]})
@@ -124,16 +134,20 @@ class Serving(Closing):
             self.record(ctx, "serve_prompts", "observed", {"resumed": True})
             ctx.send(gateway, ResumeServing())
 
+    def worker_restarted(self, worker: Worker, readiness_id: int, ctx: Ctx) -> None:
+        """It reports a new runtime after the old one was acknowledged: stage, weights and requests of that are gone."""
+        error = (
+            f"node {worker.node_id} lost its runtime {self._when()}: it reports readiness {readiness_id} after "
+            f"readiness {worker.readiness_id} was acknowledged"
+        )
+        self.fail(ctx, error, worker=worker)
+
     # --- service loss -----------------------------------------------------------------------------------------
     def service_lost(self, role: Role, how: str, ctx: Ctx) -> None:
         """A service that holds run state ended (table of design.md 2); the others come back by themselves."""
-        if not self.active:
-            return
         if role is Role.GATEWAY:
             self.rpc_open = False
-            self.fail(ctx, f"the prompt gateway {how}", phase=self._fault_phase())
-        elif role is Role.PROVISIONER:
-            self.provider_touched = False
-            self.fail(ctx, f"the provisioner {how}; its workers are stopped by the ledger", phase=self._fault_phase())
-        else:
-            self.fail(ctx, f"{role} {how}", phase=self._fault_phase())
+        self.partner_gone(role, how, ctx)
+        if role is Role.PROVISIONER:
+            how += "; its workers end with it, and the next start of the provider stops what is left"
+        self.fail(ctx, f"the {str(role).replace('_', ' ')} {how}")
