@@ -5,30 +5,64 @@ Not on the bus: FROM is the agent for both directions, because the link is priva
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from common.addresses import U32, U64, Role
+import msgspec
+
+from common.addresses import U32, U64, ActorAddress, Role, RunNonce
 from common.codec import Message
-from common.messages.node_agent import ChatMessage, GgufSource, Sampling, TokenizerSource
+from common.messages.node_agent import (
+    ChatMessage,
+    GgufSource,
+    Sampling,
+    StageInboundEdgeWire,
+    StageOutboundEdgeWire,
+    TokenizerSource,
+)
 
 _AGENT = frozenset({Role.AGENT})
 
 
+class EdgeBind(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine takes edges, and as whom: the worker's own CURVE key pair (this link is private to the worker).
+
+    addresses: ZeroMQ endpoints to bind; a tcp one may have port "*". advertise: the host that stands for a wildcard.
+    """
+
+    run: RunNonce
+    public_key: bytes
+    secret_key: bytes
+    addresses: list[str] = []
+    advertise: str = "127.0.0.1"
+
+    def __repr__(self) -> str:
+        return f"EdgeBind(addresses={self.addresses!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Without the secret (S1 9.20)."""
+        return [("addresses", self.addresses)]
+
+
 class Initialize(Message, frozen=True, kw_only=True, tag=240):
-    """Agent → engine, first: answered by EngineReady or Fatal. device: tinygrad's DEV, "" for its default."""
+    """Agent → engine, first: answered by EngineReady or Fatal. device: tinygrad's DEV, "" for its default.
+
+    edge: bind the edge endpoint before EngineReady; absent: this engine has no edges.
+    """
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     device: str = ""
     threads: U32 = 0
+    edge: EdgeBind | None = None
 
 
 class EngineReady(Message, frozen=True, kw_only=True, tag=241):
-    """Engine → agent: tinygrad is imported and the device opened."""
+    """Engine → agent: tinygrad is imported, the device opened. edge_candidates: where the edge endpoint is bound."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     pid: U32
     backend: str
     elapsed_ms: U64
+    edge_candidates: list[str] = []
 
 
 class ConfigureRole(Message, frozen=True, kw_only=True, tag=242):
@@ -206,3 +240,74 @@ class Fatal(Message, frozen=True, kw_only=True, tag=262):
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     error: str
+
+
+class OpenEdges(Message, frozen=True, kw_only=True, tag=263):
+    """Agent → engine, once in planned mode: take the inbound edge, dial the outbound one. Answered by EdgeReady for
+    each, or StageFaulted. The other fields are those of the provision that the stage's step table needs."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    orchestrator: ActorAddress
+    run_id: U64
+    node_id: U64
+    stage_index: U32
+    stage_count: U32
+    inbound: StageInboundEdgeWire
+    outbound: StageOutboundEdgeWire
+    relay_only: bool = False
+
+
+class EdgeReady(Message, frozen=True, kw_only=True, tag=264):
+    """Engine → agent: EdgeHello accepted (inbound) or EdgeWelcome received (outbound). path: candidate or "relay"."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    edge_id: U64
+    path: str = ""
+
+
+class StageFaulted(Message, frozen=True, kw_only=True, tag=265):
+    """Engine → agent: the stage cannot go on. reason: a StageController reason; detail: one sentence with numbers."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    reason: str
+    detail: str = ""
+
+
+class EngineBegin(Message, frozen=True, kw_only=True, tag=266):
+    """Agent → engine: BeginSequence. Answered by EngineBegun or EngineFault; a Cancel of it by Cancelled."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+    first_object_id: U64
+    sampling: Sampling | None = None
+    recent: list[U32] = []
+
+
+class EngineBegun(Message, frozen=True, kw_only=True, tag=267):
+    """Engine → agent: the stage waits for the sequence's BEGIN."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    request_id: U64
+
+
+class CloseEdges(Message, frozen=True, kw_only=True, tag=268):
+    """Agent → engine: stop both edges. Answered by EdgesClosed once no byte moves and no step runs."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class EdgesClosed(Message, frozen=True, kw_only=True, tag=269):
+    """Engine → agent: no edge moves bytes and no buffer of one is in use."""
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+
+
+class EdgeCarry(Message, frozen=True, kw_only=True, tag=290):
+    """Agent ↔ engine: a stream message of common/messages/edge.py for an edge that goes over the bus.
+
+    peer: the node at the other end (to the agent: where to; to the engine: where from). frame: the encoded message.
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    peer: bytes
+    frame: bytes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from common.addresses import SERVICES, U32, U64, ActorAddress, NodeKey, Role
+from common.addresses import SERVICES, U32, U64, ActorAddress, NodeKey, Role, RunNonce
 from common.codec import Message
+from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
+from common.messages.orchestrator import EndpointWire
 
 _ORCHESTRATOR = frozenset({Role.ORCHESTRATOR})
 _GATEWAY = frozenset({Role.GATEWAY})
@@ -26,6 +28,10 @@ class OpenPromptRpc(Message, frozen=True, kw_only=True, tag=180):
     decode_actor: ActorAddress
     nodes: list[NodeKey]
     eos_tokens: list[U32] = []
+    stage_actors: list[ActorAddress] = []
+    """Pipeline mode: the node agents of all stages in order."""
+    max_context: U32 = 0
+    """Pipeline mode: tokens of the context, prompt and answer together."""
 
 
 class PromptRpcReady(Message, frozen=True, kw_only=True, tag=181):
@@ -87,3 +93,45 @@ class ResumeServing(Message, frozen=True, kw_only=True, tag=188):
     """Orchestrator → gateway: the worker is Alive again."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+
+
+class OpenTokenOut(Message, frozen=True, kw_only=True, tag=189):
+    """Orchestrator → gateway, planned mode, before the stages are provisioned: bind the token-out endpoint. Answered by
+    TokenOutListening or TokenEndpointFailed; TokenEndpointReady follows when the last stage has connected."""
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    run_id: U64
+    run: RunNonce
+    token_out: StageInboundEdgeWire
+    relay_only: bool = False
+
+
+class TokenOutListening(Message, frozen=True, kw_only=True, tag=190):
+    """Gateway → orchestrator: where the last stage finds the token-out endpoint."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    endpoint: EndpointWire
+
+
+class OpenTokenIn(Message, frozen=True, kw_only=True, tag=191):
+    """Orchestrator → gateway, planned mode: dial the first stage. TokenEndpointReady follows when it has welcomed."""
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    run_id: U64
+    token_in: StageOutboundEdgeWire
+
+
+class TokenEndpointReady(Message, frozen=True, kw_only=True, tag=192):
+    """Gateway → orchestrator. endpoint: "TokenIn" | "TokenOut"; path: the candidate that answered, or "relay"."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    endpoint: str
+    path: str = ""
+
+
+class TokenEndpointFailed(Message, frozen=True, kw_only=True, tag=193):
+    """Gateway → orchestrator: a start-up failure before serving, a serving failure after (S1 10.3, 10.10)."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    endpoint: str
+    error: str

@@ -1,0 +1,267 @@
+"""Both ends of an edge over a transport that loses, cuts, reconnects and stalls at any place (design.md 3 "Edges")."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.codec import Message
+from common.edge_records import Record, RecordDecoder, encode_record
+from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
+from worker.edges.core import (
+    EDGE_DIAL_MS,
+    EDGE_OPEN_MS,
+    EDGE_RESUME_MS,
+    Arrived,
+    Dial,
+    EdgeConsumer,
+    EdgeDesk,
+    EdgeProducer,
+    Failed,
+    Ready,
+    Send,
+)
+
+TOKEN, RUN, EDGE, CAPACITY = b"t" * 16, b"r" * 16, 5, 300_000
+
+
+def consumer(capacity: int = CAPACITY) -> EdgeConsumer:
+    return EdgeConsumer(EDGE, TOKEN, RUN, capacity, RecordDecoder(capacity, 4))
+
+
+def producer(candidates: tuple[str, ...] = ("ipc:///a", "tcp://b:1"), capacity: int = CAPACITY) -> EdgeProducer:
+    return EdgeProducer(EDGE, TOKEN, RUN, capacity, candidates, 0)
+
+
+class Wire:
+    """A producer and a consumer; `there` and `back` are what is on its way. The consumer's application is by hand."""
+
+    def __init__(self, *, provisioned: bool = True, capacity: int = CAPACITY) -> None:
+        self.now = 0
+        self.desk = EdgeDesk()
+        self.consumer = consumer(capacity)
+        if provisioned:
+            self.desk.consumers.append(self.consumer)
+        self.producer = producer(capacity=capacity)
+        self.there: deque[tuple[bytes, Message]] = deque()
+        self.back: deque[tuple[bytes, Message]] = deque()
+        self.conn = b""
+        self.dialled: list[str] = []
+        self.records: list[Record] = []
+        self.failures: list[Failed] = []
+        self.ready = 0
+        self.serial = 0
+
+    def do(self, effects: list[Any], back: bool = False) -> None:
+        for effect in effects:
+            match effect:
+                case Dial():
+                    self.dialled.append(effect.candidate)
+                    self.connect()
+                case Send():
+                    (self.back if back else self.there).append((effect.conn if back else self.conn, effect.message))
+                case Arrived():
+                    self.records.append(effect.record)
+                case Ready():
+                    self.ready += 1
+                case Failed():
+                    self.failures.append(effect)
+        self.producer.check()
+        self.consumer.check()
+
+    def connect(self) -> None:
+        """A new connection: what was on its way is lost."""
+        self.serial += 1
+        self.conn = b"conn%d" % self.serial
+        self.there.clear()
+        self.back.clear()
+
+    def step(self, ms: int = 10) -> None:
+        self.now += ms
+        self.do(self.producer.tick(self.now))
+        while self.there or self.back:
+            if self.there:
+                conn, message = self.there.popleft()
+                self.do(self.desk.on_message(message, conn)[1], back=True)
+            if self.back:
+                conn, message = self.back.popleft()
+                if conn == self.conn:
+                    self.do(self.producer.on_message(message, self.now))
+
+    def write(self, data: bytes) -> None:
+        self.do(self.producer.write(data, self.now))
+
+    def consume(self) -> None:
+        if self.records:
+            self.do(self.consumer.on_consumed(self.records[-1].end_offset), back=True)
+
+    def cut(self) -> None:
+        self.do(self.producer.on_link(False, self.now))
+        self.connect()
+
+    def reconnect(self) -> None:
+        self.do(self.producer.on_link(True, self.now))
+
+
+def record(sequence: int, size: int) -> bytes:
+    return encode_record(Record(sequence, sequence, bytes([sequence % 256]) * size))
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 40_000)),
+        st.tuples(st.just("consume"), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 1500)),
+        st.tuples(st.just("break"), st.integers(0, 3000)),
+        st.tuples(st.just("lose"), st.integers(0, 3)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ACTIONS)
+def test_every_record_arrives_once_and_in_order(actions: list[tuple[str, int]]) -> None:
+    wire = Wire()
+    wire.step()
+    written = 0
+    for action, amount in actions:
+        match action:
+            case "write":
+                if wire.producer.held + amount + 44 < 2 * CAPACITY:
+                    wire.write(record(written, amount // 4 * 4))
+                    written += 1
+            case "consume":
+                wire.consume()
+            case "step":
+                wire.step(amount)
+            case "break":
+                wire.cut()
+                wire.now += amount
+                wire.reconnect()
+                wire.step(1)
+            case "lose":
+                # A frame that the sockets did not take: only the probe and the offsets find out.
+                for _ in range(min(amount, len(wire.there))):
+                    wire.there.pop()
+    for _ in range(60):
+        wire.step(500)
+        wire.consume()
+    assert not wire.failures
+    assert [r.sequence for r in wire.records] == list(range(written))
+    assert wire.producer.held == 0 and wire.ready == 2
+
+
+def test_the_window_is_never_exceeded_and_credit_moves_it() -> None:
+    wire = Wire(capacity=100_000)
+    wire.step()
+    for sequence in range(5):
+        wire.write(record(sequence, 40_000))
+    wire.step()
+    assert [r.sequence for r in wire.records] == [0, 1]
+    assert wire.consumer.received == 100_000
+    wire.consume()
+    wire.step()
+    assert [r.sequence for r in wire.records] == [0, 1, 2, 3]
+
+
+def test_candidates_are_tried_in_order_and_then_given_up() -> None:
+    one = producer()
+    dialled, failed, now = [], [], 0
+    while not failed and now < 60_000:
+        for effect in one.tick(now):
+            if isinstance(effect, Dial):
+                dialled.append((now, effect.candidate))
+            if isinstance(effect, Failed):
+                failed.append((now, effect))
+        now += 100
+    assert dialled[:3] == [(0, "ipc:///a"), (EDGE_DIAL_MS, "tcp://b:1"), (2 * EDGE_DIAL_MS, "ipc:///a")]
+    at, failure = failed[0]
+    assert at == EDGE_OPEN_MS and failure.reason == "EdgeFault"
+    assert failure.detail == "edge 5: no candidate answered within 20 s: ipc:///a, tcp://b:1"
+
+
+def test_not_yet_is_asked_again_until_it_is_provisioned() -> None:
+    wire = Wire(provisioned=False)
+    for _ in range(100):
+        wire.step(300)
+    assert wire.producer.state == "waiting" and not wire.failures and wire.dialled == ["ipc:///a"]
+    wire.desk.consumers.append(wire.consumer)
+    wire.step(300)
+    assert wire.producer.state == "open" and wire.ready == 2
+
+
+def test_a_connection_that_stays_away_is_a_fault_and_a_frozen_peer_is_none() -> None:
+    wire = Wire()
+    wire.step()
+    wire.write(record(0, 100))
+    wire.there.clear()
+    for _ in range(90):  # nothing comes back for 90 s, but the connection stands: somebody is frozen
+        wire.now += 1000
+        wire.do(wire.producer.tick(wire.now))
+    assert not wire.failures
+    wire.cut()
+    wire.now += EDGE_RESUME_MS - 1
+    wire.do(wire.producer.tick(wire.now))
+    assert not wire.failures
+    wire.now += 1
+    wire.do(wire.producer.tick(wire.now))
+    assert [f.reason for f in wire.failures] == ["EdgeFault"]
+    assert "broke and nobody welcomed it again within 5 s" in wire.failures[0].detail
+
+
+def test_wrong_tokens_edges_and_runs_get_nothing() -> None:
+    desk = EdgeDesk()
+    mine = consumer()
+    desk.consumers.append(mine)
+    hello = EdgeHello(token=b"x" * 16, edge_id=EDGE, run=RUN)
+    assert desk.on_message(hello, b"c") == (None, [Send(EdgeNotYet(edge_id=EDGE), b"c")])
+    for wrong in (EdgeHello(token=TOKEN, edge_id=6, run=RUN), EdgeHello(token=TOKEN, edge_id=EDGE, run=b"z" * 16)):
+        (answer,) = desk.on_message(wrong, b"c")[1]
+        assert isinstance(answer, Send) and isinstance(answer.message, EdgeRefused)
+    # Data of a connection that has shown no token moves nothing.
+    assert desk.on_message(EdgeData(edge_id=EDGE, offset=0, data=b"MO01"), b"c") == (None, [])
+    assert mine.received == 0
+
+
+def test_bad_records_and_overruns_are_faults_of_the_right_kind() -> None:
+    for data, reason, says in (
+        (b"garbage!", "ObjectFailed", "edge 5: UnsupportedMagic"),
+        (record(0, 400_000), "EdgeFault", "without credit, allowed are 300000"),
+        (encode_record(Record(1, 7, b"")), "ObjectFailed", "SequenceViolation: expected 0, got 7"),
+    ):
+        mine = consumer()
+        mine.on_hello(EdgeHello(token=TOKEN, edge_id=EDGE, run=RUN), b"c")
+        refused, failed = mine.on_data(EdgeData(edge_id=EDGE, offset=0, data=data), b"c")
+        assert isinstance(failed, Failed) and failed.reason == reason and says in failed.detail
+        assert isinstance(refused, Send) and isinstance(refused.message, EdgeRefused)
+        one = producer()
+        one.tick(0)
+        one.on_message(EdgeWelcome(edge_id=EDGE, next_offset=0), 1)
+        (fault,) = one.on_message(refused.message, 2)
+        assert isinstance(fault, Failed) and "the consumer refused it" in fault.detail
+
+
+def test_a_lying_consumer_is_a_fault() -> None:
+    for message in (
+        EdgeCredit(edge_id=EDGE, consumed_offset=10),
+        EdgeWelcome(edge_id=EDGE, next_offset=10),
+        EdgeWelcome(edge_id=EDGE, next_offset=0, consumed=9),
+    ):
+        one = producer()
+        one.tick(0)
+        (failed,) = one.on_message(message, 1)
+        assert isinstance(failed, Failed) and failed.reason == "EdgeFault"
+        assert one.next_deadline() is None and one.write(b"x", 2) == [] and one.tick(9) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.binary(max_size=200)), max_size=20))
+def test_any_data_frames_leave_the_consumer_sane(frames: list[tuple[int, bytes]]) -> None:
+    mine = consumer()
+    mine.on_hello(EdgeHello(token=TOKEN, edge_id=EDGE, run=RUN), b"c")
+    for offset, data in frames:
+        mine.on_data(EdgeData(edge_id=EDGE, offset=offset, data=data), b"c")
+        mine.check()

@@ -1,0 +1,183 @@
+"""Edges on real sockets: two EdgePorts in one process, CURVE, reconnect by a new port at the same address."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.bus import KeyPair, mint_keypair
+from common.bus_edges import EdgeSocketError
+from common.codec import Message, encode_body
+from common.edge_records import Record, encode_record
+from common.messages.node_agent import ObjectSpec, RingSpec, StageInboundEdgeWire, StageOutboundEdgeWire
+from common.messages.orchestrator import EndpointWire
+from worker.edges.port import EdgePort
+
+RUN, TOKEN = b"r" * 16, b"t" * 16
+SPEC, RING = ObjectSpec(max_extent=400_000, alignment=4), RingSpec(data_capacity=400_040, alignment=64)
+
+
+class End:
+    """A port with its events in lists; `carry_to` is the other end for edges over the bus."""
+
+    def __init__(self, keys: KeyPair | None = None) -> None:
+        self.keys = keys or mint_keypair()
+        self.port = EdgePort(self.keys, RUN, self)
+        self.records: list[Record] = []
+        self.ready: list[tuple[int, str]] = []
+        self.failed: list[tuple[int, str, str]] = []
+        self.carry_to: End | None = None
+        self.carrying: list[tuple[bytes, bytes]] = []
+
+    def edge_record(self, edge_id: int, record: Record) -> None:
+        self.records.append(record)
+        self.port.consumed(edge_id, record.end_offset)
+
+    def edge_ready(self, edge_id: int, path: str) -> None:
+        self.ready.append((edge_id, path))
+
+    def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
+        self.failed.append((edge_id, reason, detail))
+
+    def edge_carry(self, peer: bytes, message: Message) -> None:
+        self.carrying.append((peer, encode_body(message)))
+
+
+def now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
+
+
+def turn(*ends: End, until: Callable[[], bool], limit_s: float = 10) -> None:
+    """Only the descriptors and the deadlines wake the ports, as in a real loop."""
+    stop = time.monotonic() + limit_s
+    while not until():
+        assert time.monotonic() < stop, "not in time"
+        deadlines = [at for end in ends if (at := end.port.next_deadline()) is not None]
+        wait = max(0, min([*deadlines, now_ms() + 1000]) - now_ms()) / 1000
+        ready, _, _ = select.select([end.port.fd for end in ends], [], [], min(wait, 1))
+        for end in ends:
+            if end.port.fd in ready or (end.port.next_deadline() or now_ms() + 1) <= now_ms():
+                end.port.pump(now_ms())
+            for peer, frame in end.carrying:
+                if end.carry_to is not None and peer == end.carry_to.keys.public:
+                    end.carry_to.port.carried(end.keys.public, frame, now_ms())
+            end.carrying.clear()
+
+
+def inbound(edge_id: int = 2) -> StageInboundEdgeWire:
+    return StageInboundEdgeWire(edge_id=edge_id, kind="Activation", object_spec=SPEC, ring_spec=RING, edge_token=TOKEN)
+
+
+def outbound(to: End, candidates: list[str], edge_id: int = 2, relay: bool = False) -> StageOutboundEdgeWire:
+    return StageOutboundEdgeWire(
+        edge_id=edge_id,
+        kind="Activation",
+        object_spec=SPEC,
+        ring_spec=RING,
+        consumer_node_id=3,
+        consumer_endpoint=EndpointWire(node_key=to.keys.public, candidates=candidates, relay=relay),
+        edge_token=TOKEN,
+    )
+
+
+def payload(sequence: int) -> bytes:
+    return encode_record(Record(sequence, sequence, bytes([sequence]) * 147_456))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_records_cross_and_come_whole(tmp_path: Path, transport: str) -> None:
+    left, right = End(), End()
+    address = f"ipc://{tmp_path}/e" if transport == "ipc" else "tcp://127.0.0.1:*"
+    candidates = right.port.bind([address])
+    left.port.bind([])
+    left.port.open(outbound(right, ["tcp://127.0.0.1:1", *candidates]), now_ms())
+    turn(left, right, until=lambda: left.port._out[2].core.state == "waiting")
+    right.port.accept(inbound())
+    turn(left, right, until=lambda: bool(left.ready and right.ready))
+    assert left.ready == [(2, candidates[0])]
+    for sequence in range(20):
+        left.port.write(2, payload(sequence), now_ms())
+        turn(left, right, until=lambda sequence=sequence: len(right.records) == sequence + 1)
+    turn(left, right, until=lambda: left.port.held(2) == 0)
+    assert [r.payload[:1] for r in right.records] == [bytes([s]) for s in range(20)]
+    left.port.term()
+    right.port.term()
+
+
+def test_a_broken_connection_is_resumed_where_it_stopped(tmp_path: Path) -> None:
+    """The consumer's socket is closed and bound anew in the middle of a stream; not a byte is lost or doubled."""
+    left, right = End(), End()
+    address = f"ipc://{tmp_path}/e"
+    right.port.bind([address])
+    right.port.accept(inbound())
+    left.port.open(outbound(right, [address]), now_ms())
+    turn(left, right, until=lambda: bool(left.ready))
+    left.port.write(2, payload(0) + payload(1), now_ms())
+    turn(left, right, until=lambda: len(right.records) >= 1)
+    right.port._sockets.close()
+    left.port.write(2, payload(2), now_ms())
+    left.port.pump(now_ms())
+    time.sleep(0.3)
+    right.port.bind([address])
+    turn(left, right, until=lambda: len(right.records) == 3)
+    left.port.write(2, payload(3), now_ms())
+    turn(left, right, until=lambda: len(right.records) == 4 and left.port.held(2) == 0)
+    assert [r.sequence for r in right.records] == [0, 1, 2, 3] and not left.failed and not right.failed
+    left.port.term()
+    right.port.term()
+
+
+def test_a_consumer_that_stays_away_is_an_edge_fault(tmp_path: Path) -> None:
+    left, right = End(), End()
+    address = f"ipc://{tmp_path}/e"
+    right.port.bind([address])
+    right.port.accept(inbound())
+    left.port.open(outbound(right, [address]), now_ms())
+    turn(left, right, until=lambda: bool(left.ready))
+    right.port.term()
+    started = time.monotonic()
+    turn(left, until=lambda: bool(left.failed))
+    assert 4.5 < time.monotonic() - started < 7
+    assert left.failed[0][1] == "EdgeFault" and address in left.failed[0][2]
+    left.port.term()
+
+
+def test_another_key_at_the_address_is_nobody(tmp_path: Path) -> None:
+    """The consumer's key is pinned: an impostor at its address never sees the token."""
+    left, impostor, real = End(), End(), End()
+    address = f"ipc://{tmp_path}/e"
+    impostor.port.bind([address])
+    impostor.port.accept(inbound())
+    left.port.open(outbound(real, [address]), now_ms())
+    until = time.monotonic() + 1.5
+    turn(left, impostor, until=lambda: time.monotonic() > until)
+    assert not impostor.ready and not left.ready and left.port._out[2].core.state == "dialing"
+    left.port.term()
+    impostor.port.term()
+    real.port.term()
+
+
+def test_edges_over_the_bus_when_no_candidate_answers(tmp_path: Path) -> None:
+    left, right = End(), End()
+    left.carry_to, right.carry_to = right, left
+    right.port.bind([])
+    right.port.accept(inbound())
+    left.port.open(outbound(right, [f"ipc://{tmp_path}/nobody"], relay=True), now_ms())
+    turn(left, right, until=lambda: bool(left.ready and right.ready))
+    assert left.ready == [(2, "relay")]
+    for sequence in range(4):
+        left.port.write(2, payload(sequence), now_ms())
+    turn(left, right, until=lambda: len(right.records) == 4 and left.port.held(2) == 0)
+    left.port.term()
+    right.port.term()
+
+
+def test_an_address_that_cannot_be_bound_is_one_sentence(tmp_path: Path) -> None:
+    end = End()
+    with pytest.raises(EdgeSocketError, match="the edge endpoint ipc:///nowhere/at/all/e cannot be bound"):
+        end.port.bind(["ipc:///nowhere/at/all/e"])
+    end.port.term()

@@ -1,0 +1,210 @@
+"""EdgePort: the edges of one process on their sockets, for the engine's port thread and for the prompt gateway.
+
+Shell around core.py: `pump(now)` whenever `fd` is readable or `next_deadline()` has come. Everything it learns is told
+through the callbacks of `EdgeEvents`, from inside `pump`, `write` and `consumed`; all calls come from one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.bus import KeyPair
+from common.bus_edges import EdgeSockets
+from common.codec import BadEnvelope, Message, encode_body
+from common.edge_records import Record, RecordDecoder
+from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
+from worker.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
+from worker.edges.frames import decode_stream_message
+
+_CARRIED = b"bus:"
+"""Prefix of a connection id that stands for a peer on the bus."""
+
+
+class EdgeEvents(Protocol):
+    """Who uses the port."""
+
+    def edge_record(self, edge_id: int, record: Record) -> None:
+        """A record arrived; give its bytes back with EdgePort.consumed(edge_id, record.end_offset)."""
+
+    def edge_ready(self, edge_id: int, path: str) -> None:
+        """The edge is open; once. path: the candidate, empty at the consumer."""
+
+    def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
+        """The edge is over."""
+
+    def edge_carry(self, peer: bytes, message: Message) -> None:
+        """Send a stream message to the same edge's other end over the bus."""
+
+
+@dataclass(slots=True)
+class _Outbound:
+    core: EdgeProducer
+    server_key: bytes
+    path: str = ""
+
+
+class EdgePort:
+    """Bind once; then open edges in any order."""
+
+    def __init__(self, keys: KeyPair, run: bytes, events: EdgeEvents) -> None:
+        self._sockets = EdgeSockets(keys)
+        self.run = run
+        self._events = events
+        self._desk = EdgeDesk()
+        self._out: dict[int, _Outbound] = {}
+        self._now_ms = 0
+        self._closed = False
+
+    @property
+    def fd(self) -> int:
+        """Watch it for reading."""
+        return self._sockets.fd
+
+    def bind(self, addresses: list[str], advertise: str = "127.0.0.1") -> list[str]:
+        """The candidates that others dial. Raises EdgeSocketError."""
+        return self._sockets.bind(addresses, advertise)
+
+    # --- edges ------------------------------------------------------------------------------------------------
+    def accept(self, edge: StageInboundEdgeWire) -> None:
+        """Take this edge from now on; until then its producer is told EdgeNotYet."""
+        decoder = RecordDecoder(edge.object_spec.max_extent, edge.object_spec.alignment)
+        capacity = edge.ring_spec.data_capacity
+        self._desk.consumers.append(EdgeConsumer(edge.edge_id, edge.edge_token, self.run, capacity, decoder))
+
+    def open(self, edge: StageOutboundEdgeWire, now_ms: int, *, relay_only: bool = False) -> None:
+        """Dial the consumer."""
+        endpoint = edge.consumer_endpoint
+        assert endpoint is not None
+        candidates = [] if relay_only else list(endpoint.candidates)
+        if endpoint.relay:
+            candidates.append(RELAY)
+        core = EdgeProducer(edge.edge_id, edge.edge_token, self.run, edge.ring_spec.data_capacity, candidates, now_ms)
+        self._out[edge.edge_id] = _Outbound(core, endpoint.node_key)
+        self._produce(edge.edge_id, core.tick(now_ms))
+
+    def write(self, edge_id: int, data: bytes, now_ms: int) -> int:
+        """Append to an outbound edge; returns the bytes that wait for credit."""
+        self._now_ms = now_ms
+        out = self._out[edge_id]
+        self._produce(edge_id, out.core.write(data, now_ms))
+        return out.core.held
+
+    def held(self, edge_id: int) -> int:
+        """Bytes of an outbound edge that wait for credit."""
+        return self._out[edge_id].core.held
+
+    def consumed(self, edge_id: int, end_offset: int) -> None:
+        """An inbound record's bytes are no longer needed."""
+        for consumer in self._desk.consumers:
+            if consumer.edge_id == edge_id:
+                self._consume(consumer, consumer.on_consumed(end_offset))
+
+    def carried(self, peer: bytes, frame: bytes, now_ms: int) -> None:
+        """A stream message that came over the bus from node `peer`."""
+        self._now_ms = now_ms
+        if (message := _decoded(frame)) is None or self._closed:
+            return
+        for edge_id, out in list(self._out.items()):
+            if out.path == RELAY and out.server_key == peer and getattr(message, "edge_id", -1) == edge_id:
+                self._produce(edge_id, out.core.on_message(message, now_ms))
+                return
+        self._inbound(_CARRIED + peer, message)
+
+    # --- turning ----------------------------------------------------------------------------------------------
+    def pump(self, now_ms: int) -> None:
+        """Everything that is there or due."""
+        if self._closed:
+            return
+        self._now_ms = now_ms
+        self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link)
+        for edge_id, out in list(self._out.items()):
+            self._produce(edge_id, out.core.tick(now_ms))
+        # What was sent just now may have taken events off a descriptor that would not wake us again.
+        self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link)
+
+    def next_deadline(self) -> int | None:
+        """Monotonic ms, or None."""
+        if self._closed:
+            return None
+        times = [at for out in self._out.values() if (at := out.core.next_deadline()) is not None]
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """No byte moves after this; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._out.clear()
+            self._desk.consumers.clear()
+            self._sockets.close()
+
+    def term(self) -> None:
+        """The end of the process."""
+        self.close()
+        self._sockets.term()
+
+    # --- inner ------------------------------------------------------------------------------------------------
+    def _on_inbound(self, conn: bytes, frame: bytes) -> None:
+        if (message := _decoded(frame)) is not None:
+            self._inbound(conn, message)
+
+    def _inbound(self, conn: bytes, message: Message) -> None:
+        consumer, effects = self._desk.on_message(message, conn)
+        self._consume(consumer, effects)
+
+    def _on_outbound(self, edge_id: int, frame: bytes) -> None:
+        out = self._out.get(edge_id)
+        if out is not None and (message := _decoded(frame)) is not None:
+            self._produce(edge_id, out.core.on_message(message, self._now_ms))
+
+    def _on_link(self, edge_id: int, up: bool) -> None:
+        if (out := self._out.get(edge_id)) is not None:
+            self._produce(edge_id, out.core.on_link(up, self._now_ms))
+
+    def _produce(self, edge_id: int, effects: list[Effect]) -> None:
+        out = self._out[edge_id]
+        for effect in effects:
+            match effect:
+                case Dial():
+                    out.path = effect.candidate
+                    if effect.candidate == RELAY:
+                        self._sockets.hang_up(edge_id)
+                    else:
+                        self._sockets.dial(edge_id, effect.candidate, out.server_key)
+                case Send():
+                    if out.path == RELAY:
+                        self._events.edge_carry(out.server_key, effect.message)
+                    else:
+                        self._sockets.send(edge_id, encode_body(effect.message))
+                case Ready():
+                    self._events.edge_ready(edge_id, effect.path)
+                case Failed():
+                    self._sockets.hang_up(edge_id)
+                    self._events.edge_failed(edge_id, effect.reason, effect.detail)
+                case _:
+                    pass
+
+    def _consume(self, consumer: EdgeConsumer | None, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    if effect.conn.startswith(_CARRIED):
+                        self._events.edge_carry(effect.conn.removeprefix(_CARRIED), effect.message)
+                    else:
+                        self._sockets.reply(effect.conn, encode_body(effect.message))
+                case Ready() if consumer is not None:
+                    self._events.edge_ready(consumer.edge_id, effect.path)
+                case Arrived() if consumer is not None:
+                    self._events.edge_record(consumer.edge_id, effect.record)
+                case Failed() if consumer is not None:
+                    self._events.edge_failed(consumer.edge_id, effect.reason, effect.detail)
+                case _:
+                    pass
+
+
+def _decoded(frame: bytes) -> Message | None:
+    """None for what is no stream message: who sends it has no token, or is broken and notices by the silence."""
+    try:
+        return decode_stream_message(frame)
+    except BadEnvelope:
+        return None
