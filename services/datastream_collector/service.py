@@ -17,6 +17,8 @@ from services.datastream_collector.core import (
 )
 from services.datastream_collector.stream_socket import EndpointError, StreamSocket
 
+WAY_OUT = "set [observability] datastream_frame_log to a file that can be written"
+
 
 class ArchiveSink:
     """Performs the archive effects at once, in the loop: write() goes to the page cache, and a disk that hangs stops
@@ -31,7 +33,7 @@ class ArchiveSink:
         try:
             self._archive = FrameArchive(effect.path, effect.max_bytes)
         except ArchiveError as error:
-            self._host.deliver(actor, ArchiveFailed(str(error)))
+            self._host.deliver(actor, ArchiveFailed(f"{error}; {WAY_OUT}"))
         else:
             self._host.deliver(actor, ArchiveOpened(self._archive.recovered))
 

@@ -11,18 +11,20 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.prompt_gateway.wire import DoneLine, FaultLine
+from services.prompt_gateway.wire import DoneLine
 from tools.fetch_model import default_model_path
-from tools.prompt_client import PromptClient, PromptClientEvent
+from tools.prompt_client import PromptClient
 
 READY_S = 150.0  # two cores that others load, too; the phases have limits of their own
 STOP_S = 30.0
@@ -327,8 +329,10 @@ class Stack:
 
     def assert_failed(self, limit_s: float = STOP_S) -> str:
         """It exits 1 with exactly one line, which is returned without its prefix; nothing is left."""
+        started = time.monotonic()
         status = self.wait(limit_s)
         lines = self.stderr.splitlines()
+        print(f"status {status} after {time.monotonic() - started:.1f} s:", *lines, sep="\n")
         assert status == 1, (status, lines)
         assert len(lines) == 1, lines
         assert lines[0].startswith("mvp-orchestrator: "), lines
@@ -366,6 +370,28 @@ datastream_frame_log = {json.dumps(str(archive))}
 """
 
 
-def terminals(events: Iterator[PromptClientEvent] | list[PromptClientEvent]) -> list[DoneLine | FaultLine]:
-    """The terminal events among these."""
-    return [event for event in events if isinstance(event, DoneLine | FaultLine)]
+class Asker:
+    """One prompt on a raw connection that is read to its very end, so that a second terminal event would be seen."""
+
+    def __init__(self, addr: str, prompt: str, **fields: Any) -> None:
+        host, _, port = addr.rpartition(":")
+        self.lines: list[dict[str, Any]] = []
+        self._sock = socket.create_connection((host, int(port)), timeout=60)
+        self._sock.sendall(json.dumps({"request_id": 7, "prompt_text": prompt, **fields}).encode() + b"\n")
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._sock, self._sock.makefile("rb") as lines:
+            self.lines.extend(json.loads(line) for line in lines)
+
+    def wait_text(self, limit_s: float = 60) -> None:
+        """Until the answer has begun."""
+        wait_for("text", lambda: any(line["type"] == "text_delta" for line in list(self.lines)), limit_s)
+
+    def terminals(self, limit_s: float = 30) -> list[dict[str, Any]]:
+        """All terminal lines, once the gateway has closed the connection."""
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise StackError(f"the connection was not closed within {limit_s:g} s; it said {self.lines[-3:]}")
+        return [line for line in self.lines if line["type"] in ("done", "fault")]

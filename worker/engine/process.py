@@ -67,6 +67,9 @@ def _one_sentence(error: BaseException) -> str:
     return text[0] if text else type(error).__name__
 
 
+BAD_MODEL_WAY_OUT = "name a whole GGUF file in [model] (./dev fetch-model fetches one)"
+
+
 class EngineProcess:
     """State of the process: role, engine and the decoders of the pipelined prompts."""
 
@@ -96,7 +99,9 @@ class EngineProcess:
                 if handler is None:
                     raise EngineError(f"the engine does not serve {type(message).__name__}")
                 handler(message)
-            except (EngineError, GgufError, OSError, MemoryError) as error:
+            except GgufError as error:
+                self._fatal(f"{_one_sentence(error)}; {BAD_MODEL_WAY_OUT}")
+            except (EngineError, OSError, MemoryError) as error:
                 self._fatal(_one_sentence(error))
             except Exception as error:
                 traceback.print_exc()

@@ -185,6 +185,7 @@ def test_a_bad_model_is_one_sentence_and_exit_1(tmp_path: Path, content: bytes |
         link.send(weights(path))
         fatal = link.until(Fatal)[0]
         assert words in fatal.error and "\n" not in fatal.error
+        assert content is None or "[model]" in fatal.error
         assert link.process.wait(10) == 1
     assert "Traceback" not in (tmp_path / "log").read_text()
 
