@@ -41,6 +41,8 @@ class ServiceActor(Actor):
         self.orchestrator: bytes = b""
         """Address of the orchestrator's main actor, b"" while it is not routed."""
         self._announced_boot = 0
+        self._asked = b""
+        """Address of the resolver that was last asked for the slice."""
         self._is_ready = False
 
     # --- hooks ------------------------------------------------------------------------------------------------
@@ -86,6 +88,7 @@ class ServiceActor(Actor):
         """Config resend, lease expiry, an announcement that did not arrive."""
         if key == CONFIG_TIMER and self.config is None:
             if resolver := ctx.views.routes.named(Role.RESOLVER):
+                self._asked = resolver.address
                 ctx.send(resolver.address, ConfigGet(part=self.ROLE))
             ctx.timer(CONFIG_TIMER, CONFIG_RESEND_MS)
         elif key == LEASE_TIMER:
@@ -125,7 +128,8 @@ class ServiceActor(Actor):
     def _routes_changed(self, ctx: Ctx) -> None:
         route = ctx.views.routes.named(Role.ORCHESTRATOR)
         self.orchestrator = route.address if route else b""
-        if self.config is None and self.SLICE is not None and ctx.views.routes.named(Role.RESOLVER):
+        resolver = ctx.views.routes.named(Role.RESOLVER)
+        if self.config is None and self.SLICE is not None and resolver and resolver.address != self._asked:
             ctx.timer(CONFIG_TIMER, 0)
         self._announce(ctx)
 

@@ -1,0 +1,103 @@
+"""Worker loss while serving and before (design.md 6 row 22): suspension, return, silence limits, Unknown."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.limits import DEAD_WORKER_FAULT_MS, WORKER_SILENT_MS_SERVING, WORKER_SILENT_MS_STARTUP
+from common.messages.member import MemberChanged
+from common.messages.serve import ResumeServing, SuspendServing
+from services.orchestrator.base import Phase
+from tests.unit.orchestrator.playbook import NODE_ID, Play
+
+SUSPENSION = SuspendServing(error=f"node {NODE_ID} does not answer")
+
+
+@pytest.mark.spec("S1 4.11")
+def test_dead_worker_suspends_after_five_seconds_and_resumes_when_alive() -> None:
+    play = Play().until(Phase.SERVING)
+    play.member(state="dead")
+    play.harness.advance(DEAD_WORKER_FAULT_MS - 1)
+    assert play.said() == []
+    play.harness.advance(1)
+    assert play.said() == [SUSPENSION]
+    play.harness.advance(20_000)
+    assert play.said() == []
+    play.member()
+    assert play.said() == [ResumeServing()]
+    play.harness.advance(WORKER_SILENT_MS_SERVING * 2)
+    assert play.at(Phase.SERVING)
+
+
+def test_short_absence_is_not_told_to_anybody() -> None:
+    play = Play().until(Phase.SERVING)
+    play.member(state="dead")
+    play.harness.advance(4_000)
+    play.member()
+    play.harness.advance(120_000)
+    assert play.said() == [] and play.run.phase is Phase.SERVING
+
+
+@pytest.mark.parametrize("state", ["dead", "left"])
+def test_worker_that_stays_dead_fails_the_run(state: str) -> None:
+    play = Play().until(Phase.SERVING)
+    play.member(state=state)
+    play.harness.advance(WORKER_SILENT_MS_SERVING - 1)
+    assert play.at(Phase.SERVING)
+    play.harness.advance(1)
+    play.records()
+    assert play.run.result.text == f"node {NODE_ID} was lost while serving prompts: dead in SWIM for 60 s"
+    assert play.finish().status == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.READINESS, Phase.WEIGHTS])
+def test_at_start_up_the_limit_is_shorter(phase: Phase) -> None:
+    play = Play().until(phase)
+    play.member()
+    play.member(state="dead")
+    play.harness.advance(WORKER_SILENT_MS_STARTUP - 1)
+    assert play.at(phase)
+    play.harness.advance(1)
+    assert "dead in SWIM for 30 s" in play.run.result.text
+
+
+@pytest.mark.spec("S1 7.7")
+@pytest.mark.parametrize("phase", [Phase.WEIGHTS, Phase.RPC, Phase.SERVING])
+def test_unknown_never_fails_a_run(phase: Phase) -> None:
+    play = Play().until(phase)
+    play.membership_restarts()
+    play.harness.advance(100_000)
+    assert play.at(phase)
+
+
+def test_unknown_after_dead_neither_fails_nor_resumes() -> None:
+    play = Play().until(Phase.SERVING)
+    play.member(state="dead")
+    play.harness.advance(DEAD_WORKER_FAULT_MS)
+    assert play.said() == [SUSPENSION]
+    play.membership_restarts()
+    play.harness.advance(300_000)
+    assert play.at(Phase.SERVING) and play.said() == []
+    play.member()
+    assert play.said() == [ResumeServing()]
+
+
+def test_worker_that_died_while_the_rpc_was_opened_suspends_it_soon_after() -> None:
+    play = Play().until(Phase.RPC)
+    play.member(state="dead")
+    play.harness.advance(6_000)
+    play.said()
+    play.opened()
+    play.harness.advance(0)
+    assert play.said() == [SUSPENSION]
+
+
+def test_transition_message_alone_decides_nothing() -> None:
+    play = Play().until(Phase.SERVING)
+    play.tell(
+        MemberChanged(
+            peer=play.key(), boot=1, logical_id="node", from_state="alive", to_state="dead", reason="x", incarnation=1
+        )
+    )
+    play.harness.advance(120_000)
+    assert play.at(Phase.SERVING)
