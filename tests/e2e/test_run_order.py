@@ -25,9 +25,9 @@ LONG = "Write a very long story about a lighthouse keeper and the sea."
 
 ORDER = [
     ("config", "ready"),
-    ("services", "ready"),
     ("orchestrator_report_actor", "ready"),
     ("orchestrator_actor", "ready"),
+    ("services", "ready"),
     ("node_provisioner", "ready"),
     ("node_spec", "ready"),
     ("provider_start", "started"),
