@@ -62,8 +62,8 @@ class OrchestratorRun:
 
     # --- observations -----------------------------------------------------------------------------------------
     def plan_available(self, stages: list[StageAssignment]) -> None:
-        """The stages are known."""
-        if self.plan is None:
+        """The stages are known; what comes after the end is not a plan of this run any more."""
+        if self.plan is None and not self.terminal:
             self.plan = stages
             self._provision()
 
