@@ -214,7 +214,10 @@ class Broker:
             # A relay may run elsewhere: what comes through it can only be from a worker that this router admitted.
             admission = self.admitted.get(header.src_node)
             allowed = self._senders.get(header.tag)
-            if admission is None or admission.role is not Role.AGENT or (allowed and Role.AGENT not in allowed):
+            if admission is None:
+                # Not admitted yet by a router that has just restarted: the worker tries again.
+                return self._undeliverable(UPLINK, plane, header, header.src_node, "unbound")
+            if admission.role is not Role.AGENT or (allowed is not None and Role.AGENT not in allowed):
                 return self._undeliverable(UPLINK, plane, header, header.src_node, "refused")
         if header.dst_node == self.key:
             return LOCAL, "local"

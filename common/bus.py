@@ -213,7 +213,6 @@ class BrokerSockets:
         self._tap.setsockopt(zmq.ZAP_DOMAIN, TAP_DOMAIN)
         self._tap.bind(tap)
         self.tap_endpoint = _last_endpoint(self._tap)
-        bus.poller.register(self._tap, zmq.POLLIN)
         self.tapped = False
         """Whether anybody listens at the tap: mirroring costs nothing otherwise."""
 
@@ -221,11 +220,6 @@ class BrokerSockets:
     def zap(self) -> zmq.Socket[bytes]:
         """Readable when a handshake waits for its answer."""
         return self._zap
-
-    @property
-    def tap(self) -> zmq.Socket[bytes]:
-        """Readable when a listener came or went."""
-        return self._tap
 
     def answer_zap(self) -> None:
         """Answer every pending handshake: the key is admitted or not (RFC 27)."""
@@ -246,6 +240,7 @@ class BrokerSockets:
         ready: Container[object],
         is_bound: Callable[[Plane, bytes], bool],
         on_frame: Callable[[Plane, bytes, bytes, Callable[[], bytes]], None],
+        limit: int = DRAIN_FRAMES_MAX,
     ) -> bool:
         """Drain every ready plane in order: on_frame(plane, conn, data, key) with key() reading the handshake's key.
 
@@ -256,7 +251,7 @@ class BrokerSockets:
         for plane, socket in self._routers.items():
             if socket not in ready:
                 continue
-            for _ in range(DRAIN_FRAMES_MAX):
+            for _ in range(limit):
                 try:
                     conn = socket.recv(zmq.DONTWAIT)
                 except zmq.Again:
@@ -308,8 +303,9 @@ class BrokerSockets:
 
     def close(self) -> None:
         """Routers first with linger, then tap, then ZAP."""
-        for socket in (*self._routers.values(), self._tap, self._zap):
+        for socket in (*self._routers.values(), self._zap):
             self._bus.poller.unregister(socket)
+        for socket in (*self._routers.values(), self._tap, self._zap):
             socket.close()
 
 

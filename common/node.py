@@ -228,7 +228,7 @@ class Node:
             # Before the ack: a NoSuchActor names a message that the same envelope acknowledges.
             self._dispatch(plane, envelope)
         if envelope.dst_boot:
-            session.on_ack(envelope.ack)
+            session.on_ack(envelope.ack, self.now_ms)
         if envelope.plane_seq:
             for ready in session.on_envelope(envelope, self.now_ms):
                 self._dispatch(plane, ready)

@@ -219,7 +219,7 @@ class Session:
         self._ack_at, self._ack_owed = None, 0
         return self.fail_all("peer_lost")
 
-    def on_ack(self, ack: int) -> None:
+    def on_ack(self, ack: int, now_ms: int) -> None:
         """Everything up to `ack` has arrived in order; the peer is there."""
         progressed = False
         while self._unacked and self._unacked[0].seq <= ack:
@@ -227,7 +227,7 @@ class Session:
             progressed = True
         if progressed:
             self._rto_ms = RETRANSMIT_MS_MIN
-            self._retransmit_at = None
+            self._retransmit_at = now_ms + self._rto_ms if self._unacked else None
         self._unroutable_since = None
 
     def on_envelope(self, envelope: Envelope, now_ms: int) -> list[Envelope]:
@@ -302,6 +302,7 @@ class Session:
         assert seqs == list(range(seqs[0], seqs[0] + len(seqs))) if seqs else True
         assert not seqs or seqs[-1] == self._next_seq - 1
         assert len(seqs) <= SESSION_WINDOW_MESSAGES
+        assert not seqs or self._retransmit_at is not None
         assert len(self._early) <= 2 * SESSION_WINDOW_MESSAGES
         assert len(self._queued) <= SESSION_QUEUE_MESSAGES_MAX
         assert self._unacked_bytes == sum(len(item.body) for item in self._unacked)

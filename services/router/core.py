@@ -27,6 +27,7 @@ from common.messages.bus import (
 )
 from common.views import ViewTable
 
+EARLY_MAX = 1024
 _RESEND = "resend"
 _RESYNC = "resync"
 
@@ -67,6 +68,8 @@ class RouterActor(Actor):
         self._paths = ViewTable("paths")
         self._watchers: dict[str, set[bytes]] = {"routes": set(), "paths": set()}
         self._behind: set[tuple[str, bytes]] = set()
+        self._early: dict[bytes, PeerUp] = {}
+        """What the relay said of workers that this incarnation has not been told to admit yet."""
         self._boots: dict[bytes, int] = {}
         self._relay_expected = relay
         self._relay_key = b""
@@ -103,8 +106,12 @@ class RouterActor(Actor):
                 if msg.node in self._broker.admitted:
                     self._broker.beyond.add(msg.node)
                     self._incarnation(msg.node, msg.boot, ctx)
+                elif len(self._early) < EARLY_MAX:
+                    self._early[msg.node] = msg
             case NodeBound():
                 self._incarnation(msg.key, msg.boot, ctx)
+            case PeerDown() if msg.node in self._early:
+                del self._early[msg.node]
             case PeerDown() if msg.boot >= self._boots.get(msg.node, 0):
                 self._broker.beyond.discard(msg.node)
                 self._gone(msg.node, msg.reason, ctx)
@@ -209,6 +216,9 @@ class RouterActor(Actor):
             return
         self._broker.admit(msg.key, Admission(msg.role, msg.run, msg.node_id, msg.logical_id))
         self._workers[msg.key] = msg
+        if (early := self._early.pop(msg.key, None)) is not None:
+            self._broker.beyond.add(msg.key)
+            self._incarnation(msg.key, early.boot, ctx)
         if self._relay_expected:
             self._waiting.setdefault(msg.key, set()).add(ctx.sender)
             self._tell_relay(ctx)

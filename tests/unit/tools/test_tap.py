@@ -266,7 +266,7 @@ def test_taps_of_router_and_relay_are_joined_recorded_and_ctrl_c_ends_well(tmp_p
         gateway, agent = bus.service(Role.GATEWAY), bus.agent()
         sink = Sink()
         address = gateway.spawn(sink)
-        until = time.monotonic() + 1
+        until = time.monotonic() + 2
         while time.monotonic() < until:
             bus.pump()
         agent.spawn(Source(address, 20))
