@@ -83,6 +83,7 @@ class OrchestratorRun:
         if self._has_token_edges:
             self._command("CreateTokenInEndpoint")
             self._command("CreateTokenOutEndpoint")
+        self._inject_prompt()
 
     def stage_ready(self, stage_index: int) -> None:
         """A stage has every readiness fact; one that is not of the plan faults the run."""
@@ -104,7 +105,8 @@ class OrchestratorRun:
         return self.plan is None or {stage.stage_index for stage in self.plan} != self.ready_stages
 
     def _inject_prompt(self) -> None:
-        ready = self.token_in_ready and self.token_out_ready and not self._stages_missing()
+        endpoints = self.token_in_ready and self.token_out_ready
+        ready = self.provisioned and endpoints and not self._stages_missing()
         if ready and self.prompt and not self.injected_sequences and not self.terminal:
             self._inject(0, self.prompt)
 

@@ -163,7 +163,7 @@ def test_ready_is_only_who_has_all_three_facts(order: tuple[str, ...]) -> None:
     assert sorted(said) == ["node_route", "node_runtime_ready", "node_swim", "runtime_ready_ack"]
 
 
-@pytest.mark.spec("S1 9.5", "S1 7.7")
+@pytest.mark.spec("S1 9.5")
 def test_route_must_lead_to_the_node_that_was_started_for_this_stage() -> None:
     play = Play().until(Phase.READINESS)
     play.reported()
@@ -174,7 +174,7 @@ def test_route_must_lead_to_the_node_that_was_started_for_this_stage() -> None:
     assert play.at(Phase.ACK)
 
 
-@pytest.mark.spec("S1 9.5", "S1 7.7")
+@pytest.mark.spec("S1 9.5")
 @pytest.mark.parametrize("state", ["suspect", "dead", "left", "unknown"])
 def test_member_must_be_alive(state: str) -> None:
     play = Play().until(Phase.READINESS)
@@ -268,7 +268,6 @@ def test_provision_is_repeated_each_second_to_the_same_words_until_weights() -> 
     assert play.said(ProvisionStage) == []
 
 
-@pytest.mark.spec("S1 5.5")
 def test_leases_go_to_provisioner_gateway_and_worker_each_five_seconds() -> None:
     play = Play().until(Phase.READINESS)
     play.reported()

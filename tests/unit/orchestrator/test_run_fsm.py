@@ -99,6 +99,17 @@ def test_completes_when_as_many_as_allowed_were_injected(max_tokens: int) -> Non
     assert run.terminal == "RunCompleted" and len(run.injected_sequences) == max_tokens
 
 
+def test_nothing_is_injected_into_a_run_that_is_not_provisioned() -> None:
+    run = OrchestratorRun(1, prompt=[5])
+    run.plan_available(PLAN[:1])
+    run.token_endpoint_ready(inbound=True)
+    run.token_endpoint_ready(inbound=False)
+    run.stage_ready(0)
+    assert run.injected_sequences == []
+    run.pool_is_ready([2])
+    assert run.injected_sequences == [0]
+
+
 def test_token_before_the_prompt_is_ignored() -> None:
     run = provisioned()
     run.token_received(0, 7, eos=True)
@@ -198,5 +209,5 @@ class RunMachine(RuleBasedStateMachine):
             assert {stage.stage_index for stage in run.plan or []} <= run.stopped_stages
 
 
-RunMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+RunMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestRunMachine = pytest.mark.spec("S1 6.4")(RunMachine.TestCase)

@@ -61,7 +61,6 @@ def test_at_start_up_the_limit_is_shorter(phase: Phase) -> None:
     assert "dead in SWIM for 30 s" in play.run.result.text
 
 
-@pytest.mark.spec("S1 7.7")
 @pytest.mark.parametrize("phase", [Phase.WEIGHTS, Phase.RPC, Phase.SERVING])
 def test_unknown_never_fails_a_run(phase: Phase) -> None:
     play = Play().until(phase)
