@@ -7,223 +7,47 @@ characters of logged text are shown escaped, so that they do nothing to the term
 from __future__ import annotations
 
 import argparse
-import contextlib
+import csv
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.limits import STDERR_TAIL_LINES
-from common.records import CHANNEL_BOOTSTRAP, CHANNEL_EVENTS
+from services.datastream_collector.reader import OWN_STREAMS, Damage, Entry, Filter, read, shown
+from services.datastream_collector.story import Story
 
-FOLLOW_POLL_S = 0.2
 TEXT_CHARS_MAX = 2000  # of one record in the pretty form; --json shows everything
-OWN_STREAMS = "mvp-orchestrator/"
-START_PHASES = frozenset({"config", "run"})
+COMMANDS = {
+    "show": "the records, one a line (the default)",
+    "why": "why run N stopped (default: the last run)",
+    "runs": "the runs in the file and how they ended",
+    "convert": "the records as CSV or as logs, to stdout (--to)",
+    "serve": "the dashboard over the file, in a browser (--addr)",
+}
+CSV_COLUMNS = ("run", "arrival_seq", "time", "source", "stream", "channel", "position", "phase", "status", "text")
+AGO = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-EXAMPLES = """examples:
+EXAMPLES = """commands:
+{commands}
+
+examples:
   mvp-archive run.jsonl                          every record, one a line
   mvp-archive run.jsonl --phase weights_loaded   the bootstrap and prompt records of one phase
   mvp-archive run.jsonl --node 2 --follow        what node 2 says, now and from now on
-  mvp-archive run.jsonl runs                     the runs in this file, with how they ended
-  mvp-archive run.jsonl why                      why the last run stopped (why 3: the third)
-"""
-
-
-# --- reading ---------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Entry:
-    """One archived frame. content: the payload's JSON object, {} if it is none; text: the payload as text."""
-
-    record: dict[str, Any]
-    run: int = 0
-    text: str = ""
-    content: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def channel(self) -> str:
-        """The channel's name."""
-        return str(self.record.get("channel", ""))
-
-    @property
-    def unix_ms(self) -> int:
-        """When it was collected, 0 if the archive does not say."""
-        collected = self.record.get("collected")
-        at = collected.get("unix_ms", 0) if isinstance(collected, dict) else 0
-        return at if isinstance(at, int) else 0
-
-    @property
-    def detail(self) -> dict[str, Any]:
-        """A record's detail, {} without one."""
-        detail = self.content.get("detail")
-        return detail if isinstance(detail, dict) else {}
-
-    def body(self, key: str) -> dict[str, Any]:
-        """The record inside `event` or `line`, {} if this is no such record."""
-        inner = self.content.get(key)
-        return inner if isinstance(inner, dict) else {}
-
-
-def parse(line: bytes) -> Entry | None:
-    """The entry of a line, or None for what is no archive record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("arrival_seq"), int):
-        return None
-    entry = Entry(record)
-    payload = record.get("payload")
-    value = payload.get("value") if isinstance(payload, dict) else None
-    if isinstance(value, str):
-        entry.text = value
-        with contextlib.suppress(ValueError, RecursionError):
-            content = json.loads(value)
-            entry.content = content if isinstance(content, dict) else {}
-    elif isinstance(value, list):
-        entry.text = f"<{len(value)} bytes>"
-    return entry
-
-
-@dataclass(slots=True)
-class Damage:
-    """What could not be read: whole lines, and the bytes of a last line without its end."""
-
-    lines: int = 0
-    torn_bytes: int = 0
-
-
-def read(path: Path, damage: Damage, *, follow: bool = False) -> Iterator[Entry]:
-    """Entries in file order, with their runs. Raises OSError when the file cannot be read at all."""
-    numbering = Numbering()
-    for line in _lines(path, damage, follow):
-        if not line.strip():
-            continue
-        entry = parse(line)
-        if entry is None:
-            damage.lines += 1
-            continue
-        entry.run = numbering.run_of(entry)
-        yield entry
-
-
-def _lines(path: Path, damage: Damage, follow: bool) -> Iterator[bytes]:
-    file = path.open("rb")
-    rest = b""
-    try:
-        while True:
-            line = file.readline()
-            if line.endswith(b"\n"):
-                yield rest + line
-                rest = b""
-            elif line:
-                rest += line
-            elif not follow:
-                break
-            else:
-                time.sleep(FOLLOW_POLL_S)
-                with contextlib.suppress(OSError):
-                    now, ours = path.stat(), os.fstat(file.fileno())
-                    if (now.st_ino, now.st_dev) != (ours.st_ino, ours.st_dev) or now.st_size < file.tell():
-                        # Rotated or cut: go on with what stands there now.
-                        file.close()
-                        file, rest = path.open("rb"), b""
-    finally:
-        file.close()
-    if rest:
-        # The process was killed in the middle of its last write, or is writing it now.
-        damage.torn_bytes = len(rest)
-
-
-class Numbering:
-    """Runs 1..n in file order (design.md 6 row 33). A run starts where the orchestrator's stream starts again from its
-    first position, or with a first bootstrap record of another boot."""
-
-    def __init__(self) -> None:
-        self._run = 1
-        self._boot: Any = None
-        self._position = -1
-        self._begun: set[str] = set()
-
-    def run_of(self, entry: Entry) -> int:
-        """The run that this entry, the next one of the file, belongs to."""
-        position = entry.record.get("position")
-        if str(entry.record.get("stream", "")).startswith(OWN_STREAMS) and isinstance(position, int):
-            if position <= self._position:
-                self._next()
-            self._position = position
-        if entry.channel == CHANNEL_BOOTSTRAP:
-            self._bootstrap(entry)
-        return self._run
-
-    def _bootstrap(self, entry: Entry) -> None:
-        phase, status = str(entry.content.get("phase", "")), entry.content.get("status")
-        boot = entry.detail.get("boot")
-        if phase in START_PHASES:
-            if boot is not None:
-                if self._boot not in (None, boot):
-                    self._next()
-                self._boot = boot
-            elif status == "started" and phase in self._begun:
-                self._next()
-            if status == "started":
-                self._begun.add(phase)
-
-    def _next(self) -> None:
-        self._run += 1
-        self._boot = None
-        self._begun = set()
-
-
-# --- choosing --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """What the options ask for; None or "" = everything."""
-
-    channel: str = ""
-    phase: str = ""
-    node: int | None = None
-    request: str = ""
-    run: int | None = None
-
-    def wants(self, entry: Entry) -> bool:
-        """Whether an entry is to be shown."""
-        content = entry.content
-        return (
-            entry.channel.startswith(self.channel)
-            and (not self.phase or content.get("phase") == self.phase)
-            and (self.node is None or self.node in _nodes(entry))
-            and (not self.request or str(content.get("request_id", "")) == self.request)
-            and (self.run is None or entry.run == self.run)
-        )
-
-
-def _nodes(entry: Entry) -> set[Any]:
-    """The nodes that an entry is about: its own stream's, and those its record names."""
-    found: set[Any] = {
-        entry.content.get("node_id"),
-        entry.body("event").get("node_id"),
-        entry.body("line").get("node_id"),
-    }
-    node = str(entry.record.get("stream", "")).partition("/")[0]
-    if node.isdecimal():
-        found.add(int(node))
-    return {item for item in found if isinstance(item, int)}
+  mvp-archive run.jsonl --since 10m              the last ten minutes; also 2026-11-30T14:05 and 14:05
+  mvp-archive runs run.jsonl                     the runs in this file, with how they ended
+  mvp-archive why run.jsonl                      why the last run stopped (why run.jsonl 3: the third)
+  mvp-archive convert run.jsonl --to csv         a table for a spreadsheet
+  mvp-archive serve run.jsonl                    the dashboard of a finished run
+""".format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
 
 
 # --- showing ---------------------------------------------------------------------------------------------------
-def shown(text: str) -> str:
-    """Text that does nothing to a terminal: control, format and unassigned characters as escapes."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def clock(unix_ms: int) -> str:
     """Local time of day, or dashes."""
     if not 0 < unix_ms < 1 << 45:
@@ -257,65 +81,6 @@ def pretty(entry: Entry) -> str:
 
 
 # --- why -------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Story:
-    """What is kept of a run to explain its end."""
-
-    number: int
-    timeline: list[Entry] = field(default_factory=list)
-    stderr: list[Entry] = field(default_factory=list)
-    frames: int = 0
-
-    def add(self, entry: Entry) -> None:
-        """Take the next entry of this run."""
-        self.frames += 1
-        if entry.channel in (CHANNEL_BOOTSTRAP, CHANNEL_EVENTS):
-            self.timeline.append(entry)
-        elif entry.channel.endswith(".stderr"):
-            self.stderr.append(entry)
-            del self.stderr[:-STDERR_TAIL_LINES]
-
-    @property
-    def began_ms(self) -> int:
-        """When the first record was collected, 0 if unknown."""
-        return next((entry.unix_ms for entry in self.timeline if entry.unix_ms), 0)
-
-    def outcome(self) -> tuple[str, str, str]:
-        """(how it ended, phase, cause), each a few words.
-
-        The first failure is the cause; what failed after it usually failed because of it. The exit record decides
-        how the run ended.
-        """
-        phases = [entry for entry in self.timeline if "phase" in entry.content]
-        failures = [entry for entry in phases if entry.content.get("status") == "failed" and _fatal(entry)]
-        exits = [entry for entry in phases if entry.content.get("phase") == "orch_exit"]
-        stops = [entry for entry in phases if entry.content.get("phase") == "shutdown"]
-        last = str(phases[-1].content.get("phase")) if phases else "unknown"
-        if failures and not (exits and exits[-1].content.get("status") == "ready"):
-            first = failures[0]
-            ended = "failed" if exits else "failed, without an exit record"
-            exit_error = str(exits[-1].detail.get("error", "")) if exits else ""
-            return ended, str(first.content.get("phase")), exit_error or _cause(first)
-        if exits:
-            source = stops[-1].detail.get("source") if stops else None
-            return "ended", last, f"shutdown by {source}" if source else "it was done"
-        if stops:
-            return "stopping, without an exit record", "shutdown", f"shutdown by {stops[-1].detail.get('source')}"
-        return "no exit record", last, "it still runs, or the orchestrator was killed"
-
-
-def _fatal(entry: Entry) -> bool:
-    """Failed observations of the datastream itself end no run (S1 10.11)."""
-    return entry.content.get("phase") not in ("worker_datastream", "datastream_archive", "datastream_subscribe")
-
-
-def _cause(entry: Entry) -> str:
-    for key in ("error", "reason", "message", "classification"):
-        if entry.detail.get(key):
-            return str(entry.detail[key])
-    return "no error text was recorded"
-
-
 def stories(entries: Iterable[Entry]) -> dict[int, Story]:
     """All runs, in file order."""
     found: dict[int, Story] = {}
@@ -373,17 +138,52 @@ def listed(story: Story) -> str:
     return f"run {story.number}  {began}  {story.frames} frames  {ended} in {shown(phase)}: {shown(cause)}"
 
 
+# --- converting ------------------------------------------------------------------------------------------------
+def table(entries: Iterable[Entry]) -> Iterator[list[Any]]:
+    """Rows for a spreadsheet, the head first. No cell begins as a formula would."""
+    yield list(CSV_COLUMNS)
+    for entry in entries:
+        at = datetime.fromtimestamp(entry.unix_ms / 1000).isoformat() if 0 < entry.unix_ms < 1 << 45 else ""
+        record = entry.record
+        row = [
+            entry.run,
+            record["arrival_seq"],
+            at,
+            record.get("source", ""),
+            entry.stream,
+            entry.channel,
+            record.get("position", ""),
+            entry.content.get("phase", ""),
+            entry.content.get("status", ""),
+            shown(summary(entry)),
+        ]
+        yield [f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell for cell in row]
+
+
+def since(text: str, now: float) -> int:
+    """Unix ms of "90s", "10m", "2h", "1d" ago, of an ISO date and time, or of a time of today. Raises ValueError."""
+    if ago := re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*([smhd])", text.strip()):
+        return int((now - float(ago[1]) * AGO[ago[2]]) * 1000)
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text.strip()):
+            return int(
+                datetime.fromisoformat(f"{datetime.fromtimestamp(now):%Y-%m-%d}T{text.strip():0>5}").timestamp() * 1000
+            )
+        return int(datetime.fromisoformat(text.strip()).timestamp() * 1000)
+    except (ValueError, OverflowError):
+        raise ValueError(f"'{text}' is no time: write 10m, 2h, 14:05 or 2026-11-30T14:05") from None
+
+
 # --- the program -----------------------------------------------------------------------------------------------
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mvp-archive",
+        usage="mvp-archive [COMMAND] FILE [N] [OPTIONS]",
         description="Read a frame archive.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the archive ([observability] datastream_frame_log)")
-    parser.add_argument("command", nargs="?", choices=["why", "runs"], help="explain a run's end; list the runs")
-    parser.add_argument("number", nargs="?", type=int, metavar="N", help="which run, for why (default: the last)")
+    parser.add_argument("words", nargs="+", metavar="FILE", help="the archive ([observability] datastream_frame_log)")
     parser.add_argument("--json", action="store_true", help="whole records, one JSON object a line")
     parser.add_argument("--follow", action="store_true", help="go on with what is appended (Ctrl-C ends)")
     parser.add_argument("--channel", default="", metavar="PREFIX", help="channels that begin so")
@@ -391,16 +191,64 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node", type=int, metavar="ID", help="what this node said or what is said of it")
     parser.add_argument("--request", default="", metavar="ID", help="records of this prompt request")
     parser.add_argument("--run", type=int, metavar="N", help="records of run N, counted from 1")
+    parser.add_argument("--since", default="", metavar="TIME", help="collected then or later: 10m, 14:05, an ISO time")
+    parser.add_argument("--grep", action="append", default=[], metavar="WORD", help="records that contain this word")
+    parser.add_argument("--to", choices=["csv", "logs"], default="csv", help="what convert writes (default csv)")
+    parser.add_argument("--addr", default="127.0.0.1:0", metavar="HOST:PORT", help="where serve listens (loopback)")
     return parser
 
 
+def _words(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """COMMAND FILE [N] or FILE [COMMAND] [N]. A file that is named as a command is reached by ./why."""
+    words: list[str] = args.words
+    args.command, args.number = "show", None
+    for at in (0, 1):
+        if len(words) > at and words[at] in COMMANDS and len(words) > 1:
+            args.command = words.pop(at)
+            break
+    args.file = Path(words.pop(0))
+    if words and args.command == "why" and words[0].isdecimal():
+        args.number = int(words.pop(0))
+    if words:
+        known = ", ".join(COMMANDS)
+        parser.error(f"'{words[0]}' is neither a command ({known}) nor needed here")
+    try:
+        args.since_ms = since(args.since, time.time()) if args.since else 0
+    except ValueError as error:
+        parser.error(f"--since: {error}")
+
+
+def _chosen(args: argparse.Namespace, damage: Damage, *, follow: bool = False) -> Iterator[Entry]:
+    words = tuple(word.casefold() for word in args.grep)
+    chosen = Filter(args.channel, args.phase, args.node, args.request, args.run, args.since_ms, words)
+    return (entry for entry in read(args.file, damage, follow=follow) if chosen.wants(entry))
+
+
 def _show(args: argparse.Namespace, damage: Damage) -> int:
-    chosen = Filter(args.channel, args.phase, args.node, args.request, args.run)
-    for entry in read(args.file, damage, follow=args.follow):
-        if chosen.wants(entry):
-            # ASCII JSON: control and format characters of payloads are escapes there too.
-            print(json.dumps(entry.record) if args.json else pretty(entry), flush=args.follow)
+    for entry in _chosen(args, damage, follow=args.follow):
+        # ASCII JSON: control and format characters of payloads are escapes there too.
+        print(json.dumps(entry.record) if args.json else pretty(entry), flush=args.follow)
     return 0
+
+
+def _convert(args: argparse.Namespace, damage: Damage) -> int:
+    entries = _chosen(args, damage)
+    if args.to == "csv":
+        csv.writer(sys.stdout, lineterminator="\n").writerows(table(entries))
+        return 0
+    for entry in entries:
+        if line := entry.body("line"):
+            node, stream = line.get("node_id"), str(line.get("stream", "")).lower()
+            print(f"{clock(entry.unix_ms)} [{node} {shown(stream)}] {shown(str(line.get('line', '')))}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """The dashboard's program in place of this one: starlette is not imported for anybody else."""
+    args.file.open("rb").close()
+    command = [sys.executable, "-P", "-m", "services.datastream_collector.web"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, "--archive", str(args.file.absolute()), "--dashboard", args.addr])
 
 
 def _tell(args: argparse.Namespace, damage: Damage) -> int:
@@ -419,16 +267,30 @@ def _tell(args: argparse.Namespace, damage: Damage) -> int:
     return 0
 
 
+def _run(args: argparse.Namespace, damage: Damage) -> int:
+    match args.command:
+        case "serve":
+            return _serve(args)
+        case "convert":
+            return _convert(args, damage)
+        case "show":
+            return _show(args, damage)
+        case _:
+            return _tell(args, damage)
+
+
 def main(argv: list[str] | None = None) -> int:
     """0; 1 when the file cannot be read or has no such run. What could not be read of it is said on stderr."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _words(args, parser)
     damage = Damage()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
     try:
-        status = _tell(args, damage) if args.command else _show(args, damage)
+        status = _run(args, damage)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from common.records import (
     log_record,
     prompt_record,
 )
+from services.datastream_collector import reader
 from services.datastream_collector.archive import FrameArchive
 from services.datastream_collector.frames import CollectedFrame
 from tools import archive as tool
@@ -232,14 +235,14 @@ def test_whatever_stands_in_a_record_it_is_printed(value: Any, channel: str) -> 
         "payload": {"encoding": "utf8", "value": json.dumps(value)},
         "collected": value,
     }
-    entry = tool.parse(json.dumps(record).encode())
+    entry = reader.parse(json.dumps(record).encode())
     assert entry is not None
     assert tool.pretty(entry).isprintable()
-    tool.Filter(phase="x", node=1, request="r").wants(entry)
+    reader.Filter(phase="x", node=1, request="r").wants(entry)
     story = tool.stories([entry])[0]
     assert all(line.isprintable() for line in tool.explain(story))
     assert tool.listed(story).isprintable()
-    tool.parse(json.dumps(value).encode())
+    reader.parse(json.dumps(value).encode())
 
 
 def test_terminal_escapes_of_a_worker_do_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,10 +284,10 @@ def test_a_closed_pipe_ends_it_quietly(path: Path) -> None:
 def test_follow_goes_on_with_what_is_appended_also_after_a_rotation(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "FOLLOW_POLL_S", 0.01)
-    damage = tool.Damage()
+    monkeypatch.setattr(reader, "FOLLOW_POLL_S", 0.01)
+    damage = reader.Damage()
     got: list[str] = []
-    entries = tool.read(path, damage, follow=True)
+    entries = reader.read(path, damage, follow=True)
 
     def follow() -> None:
         for entry in entries:
@@ -310,4 +313,72 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         tool.main(["--help"])
     assert done.value.code == 0
-    assert "mvp-archive run.jsonl why" in capsys.readouterr().out
+    assert "mvp-archive why run.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["why", "FILE", "2"], ["FILE", "why", "2"]])
+def test_the_command_may_come_before_or_after_the_file(
+    path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    status, out, _ = call(capsys, *[path if word == "FILE" else word for word in words])
+    assert status == 0 and out[:2] == ["run 2: failed", "phase: weights_loaded"]
+
+
+def test_words_that_mean_nothing_are_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([path, "wy"], [path, "runs", "3"], [path, "why", "x"]):
+        with pytest.raises(SystemExit):
+            call(capsys, *words)
+        assert "is neither a command" in capsys.readouterr().err
+
+
+def test_the_part_before_a_rotation_is_read_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = Writer(path)
+    writer.archive.max_bytes = 4000
+    writer.phase("config", "ready", boot=1)
+    for number in range(20):
+        writer.stderr(1, f"line {number}")
+    assert path.with_name("a.jsonl.1").exists()
+    status, out, err = call(capsys, path, "--json")
+    seqs = [json.loads(line)["arrival_seq"] for line in out]
+    assert (status, err) == (0, "") and seqs == list(range(seqs[0], 21))
+    assert call(capsys, "runs", path)[1][0].startswith("run 1 "), "a rotation starts no run"
+
+
+def test_since(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    last_ms = max(entry.unix_ms for entry in reader.read(path, reader.Damage()))
+    monkeypatch.setattr("time.time", lambda: last_ms / 1000 + 5)
+    assert len(call(capsys, path, "--since", "5.05s")[1]) == 1
+    assert len(call(capsys, path, "--since", "5.15s")[1]) == 2
+    everything = len(call(capsys, path)[1])
+    assert len(call(capsys, path, "--since", "1d")[1]) == everything
+    assert len(call(capsys, path, "--since", "2020-01-01")[1]) == everything
+    assert call(capsys, path, "--since", "2099-01-01T00:00")[1] == []
+    with pytest.raises(SystemExit):
+        call(capsys, path, "--since", "yesterday")
+    assert "is no time: write 10m" in capsys.readouterr().err
+
+
+def test_a_time_of_today() -> None:
+    now = datetime(2026, 11, 30, 15, 0).timestamp()
+    assert tool.since("14:30", now) == (now - 1800) * 1000
+    assert tool.since("9:00", now) == (now - 6 * 3600) * 1000
+    for bad in ("25:00", "14", "", "9999999999999d", "10x"):
+        with pytest.raises(ValueError, match="is no time"):
+            tool.since(bad, now)
+
+
+def test_convert(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Writer(path).stderr(2, "=cmd|' /C calc'!A0")
+    status, out, _ = call(capsys, "convert", path, "--node", "2")
+    rows = list(csv.reader(out))
+    assert status == 0 and rows[0] == list(tool.CSV_COLUMNS)
+    assert rows[-1][-1].startswith("'=cmd"), "no formula for whoever opens it"
+    assert {row[0] for row in rows[1:]} <= {"2", "4"}
+    status, out, _ = call(capsys, "convert", path, "--to", "logs", "--run", "2")
+    assert status == 0 and len(out) == 70 and out[0].endswith("[2 stderr] line 0")
+
+
+def test_grep(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(call(capsys, path, "--grep", "LINE 6")[1]) == 11
+    assert len(call(capsys, path, "--grep", "line", "--grep", "69")[1]) == 1
