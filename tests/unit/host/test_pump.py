@@ -76,9 +76,9 @@ def test_actor_messages_move_only_while_the_pump_runs(tmp_path: Path) -> None:
     """A frame that arrived is handled in the next turn and not before; what a handler sends leaves in the same turn."""
     bus = RealBus(tmp_path / "r")
     try:
-        gateway, agent = bus.service(Role.GATEWAY), bus.agent()
+        other, agent = bus.agent(1), bus.agent(0)
         sink = Sink()
-        address = gateway.spawn(sink)
+        address = other.spawn(sink)
         bus.until(lambda: agent.node.views.routes.owner(address) and agent.node.link.is_up(Plane.PROMPT), 10)
         source = Source(address, 1, text="echo")
         agent.spawn(source)
@@ -86,8 +86,8 @@ def test_actor_messages_move_only_while_the_pump_runs(tmp_path: Path) -> None:
         started = time.monotonic()
         while time.monotonic() - started < 0.3:
             bus.pump(agent)
-        assert sink.got == [], "the gateway did not turn, so nothing was handled there"
-        bus.until(lambda: sink.got == [1], 5, gateway)
-        bus.until(lambda: source.replies == [1], 5, agent)
+        assert sink.got == [], "the other node did not turn, so nothing was handled there"
+        bus.until(lambda: sink.got == [1], 5, other)
+        bus.until(lambda: source.replies == [1], 5)
     finally:
         bus.close()
