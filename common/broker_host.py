@@ -87,7 +87,10 @@ class BrokerHost(BaseHost):
         super().__init__(identity, self.pure.node, owner_fd=owner_fd, bus=bus)
         self.sockets = self._ports.sockets = BrokerSockets(
             bus,
-            {plane: [endpoint] for plane, endpoint in bus_file.endpoints.items()},
+            {
+                plane: [endpoint, *([bus_file.door[plane]] if plane in bus_file.door else [])]
+                for plane, endpoint in bus_file.endpoints.items()
+            },
             bus_file.tap,
             bus_file.keys,
             self.broker.admits,

@@ -5,6 +5,7 @@ Write access to that 0700 directory is the trust: who can read a key file there 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import stat
@@ -15,6 +16,7 @@ from typing import Any
 
 from common.addresses import KEY_BYTES, SERVICES, Plane, Role
 from common.bus import KeyPair, mint_keypair, public_of
+from common.door import Door, DoorError, remote_door
 
 SOCKET_PATH_BYTES_MAX = 100  # AF_UNIX allows 107; a path over it fails in libzmq with an unhelpful errno
 
@@ -27,8 +29,8 @@ class SecurityError(ValueError):
 class BusFile:
     """What a process needs to join: its role and key, its door broker, and where the run's files are.
 
-    For a broker, `endpoints` are what it binds, `allow` the static keys by role, `uplink` (router only) the relay's
-    endpoints and key.
+    For a broker, `endpoints` are what it binds, `door` what it binds for workers elsewhere, `allow` the static keys by
+    role, `uplink` (router only) the relay's endpoints and key.
     """
 
     role: Role
@@ -45,6 +47,7 @@ class BusFile:
     worker_endpoints: dict[Plane, str] = field(default_factory=dict)
     taps: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     """For the tap's own file: broker → (endpoint of its tap, its key)."""
+    door: dict[Plane, str] = field(default_factory=dict)
 
     @property
     def secrets_dir(self) -> Path:
@@ -99,6 +102,7 @@ def read_bus_file(path: Path) -> BusFile:
             worker_key=_key(raw["worker_key"]) if raw.get("worker_key") else b"",
             worker_endpoints=planes_from_json(raw.get("worker_endpoints", {})),
             taps={name: (tap["endpoint"], _key(tap["key"])) for name, tap in raw.get("taps", {}).items()},
+            door=planes_from_json(raw.get("door", {})),
         )
     except OSError as error:
         raise SecurityError(f"bus file {path}: {error.strerror}") from None
@@ -128,11 +132,12 @@ def write_private(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
-def init(directory: Path, *, relay: bool) -> dict[Role, Path]:
+def init(directory: Path, *, relay: bool, door: Door | None = None) -> dict[Role, Path]:
     """Write keys/, bus/, secrets/ and nodes/ below a run directory; returns the bus file of each service.
 
-    All endpoints are ipc sockets in the directory: nothing listens on a network. Workers dial the relay when there is
-    one, else the router. Raises SecurityError when the directory cannot hold sockets or cannot be written.
+    All endpoints are ipc sockets in the directory: nothing listens on a network, except where a `door` lets in workers
+    from elsewhere. Workers dial the relay when there is one (here, or the door's), else the router. Raises
+    SecurityError when the directory cannot hold sockets or cannot be written.
     """
     longest = directory / "relay-control.sock"
     if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
@@ -151,12 +156,12 @@ def init(directory: Path, *, relay: bool) -> dict[Role, Path]:
         for name in ("keys", "bus", "secrets", "nodes"):
             (directory / name).mkdir(mode=0o700, exist_ok=True)
             (directory / name).chmod(0o700)
-        return _write(directory, relay)
+        return _write(directory, relay, door or Door())
     except OSError as error:
         raise SecurityError(f"run directory {directory} is not writable: {error.strerror}") from None
 
 
-def _write(directory: Path, relay: bool) -> dict[Role, Path]:
+def _write(directory: Path, relay: bool, public: Door) -> dict[Role, Path]:
     roles = sorted((SERVICES | {Role.TAP}) - (set() if relay else {Role.RELAY}))
     pairs: dict[Role, KeyPair] = {}
     for role in roles:
@@ -180,13 +185,19 @@ def _write(directory: Path, relay: bool) -> dict[Role, Path]:
             "tap": f"ipc://{directory}/router-tap.sock",
         }
         if role is Role.PROVISIONER:
-            content["worker_key"] = pairs[Role.RELAY if relay else Role.ROUTER].public.hex()
-            content["worker_endpoints"] = planes_to_json(door)
+            key = public.key if public.remote else pairs[Role.RELAY if relay else Role.ROUTER].public
+            content["worker_key"] = key.hex()
+            content["worker_endpoints"] = planes_to_json(public.dialled() if public.advertise or public.bind else door)
         if role is Role.ROUTER:
             content["allow"] = {pairs[other].public.hex(): other for other in roles if other is not Role.RELAY}
-            if relay:
+            if public.remote:
+                content["uplink_key"] = public.key.hex()
+                content["uplink_endpoints"] = planes_to_json(public.dialled())
+            elif relay:
                 content["uplink_key"] = pairs[Role.RELAY].public.hex()
                 content["uplink_endpoints"] = planes_to_json(door)
+            else:
+                content["door"] = planes_to_json(public.bound())
         if role is Role.TAP:
             brokers = (Role.ROUTER, Role.RELAY) if relay else (Role.ROUTER,)
             content["taps"] = {
@@ -196,6 +207,7 @@ def _write(directory: Path, relay: bool) -> dict[Role, Path]:
         if role is Role.RELAY:
             content["broker_key"] = pairs[Role.RELAY].public.hex()
             content["endpoints"] = planes_to_json(door)
+            content["door"] = planes_to_json(public.bound())
             content["tap"] = f"ipc://{directory}/relay-tap.sock"
             content["allow"] = {pairs[other].public.hex(): other for other in (Role.ROUTER, Role.TAP, Role.RELAY)}
         files[role] = directory / "bus" / f"{role}.json"
@@ -208,16 +220,19 @@ def _sockets(directory: Path, name: str) -> dict[Plane, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m common.security init DIR [--relay]`."""
-    args = sys.argv[1:] if argv is None else argv
-    relay = "--relay" in args
-    args = [arg for arg in args if arg != "--relay"]
-    if len(args) != 2 or args[0] != "init":
-        sys.stderr.write("usage: python -m common.security init DIR [--relay]\n")
-        return 1
+    """`python -m common.security init DIR`; see --help."""
+    parser = argparse.ArgumentParser(prog="python -m common.security", description="Keys and bus files of a run.")
+    parser.add_argument("command", choices=["init"])
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--relay", action="store_true", help="workers dial a relay, which is started beside the router")
+    parser.add_argument("--bind", default="", metavar="HOST:PORT", help="let workers in at four ports from PORT on")
+    parser.add_argument("--advertise", default="", metavar="HOST:PORT", help="what workers dial instead")
+    parser.add_argument("--relay-url", default="", metavar="URL", help="a relay elsewhere, curve://<key>@host:port")
+    args = parser.parse_args(argv)
     try:
-        files = init(Path(args[1]).absolute(), relay=relay)
-    except SecurityError as error:
+        door = remote_door(args.relay_url) if args.relay_url else Door(args.bind, args.advertise or args.bind)
+        files = init(args.directory.absolute(), relay=args.relay and not args.relay_url, door=door)
+    except (SecurityError, DoorError) as error:
         sys.stderr.write(f"security: {error}\n")
         return 1
     sys.stdout.writelines(f"{path}\n" for path in files.values())

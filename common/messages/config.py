@@ -41,7 +41,8 @@ class ConfigFailed(Message, frozen=True, kw_only=True, tag=52):
 class ConfigResolved(Message, frozen=True, kw_only=True, tag=53):
     """Config_resolver → launcher, on the inherited pipe before any bus exists: what the launcher itself needs.
 
-    run_dir: "" for the default place; relay: whether the relay service is started; secrets: file name → whether set.
+    run_dir: "" for the default place; relay: whether the relay service is started; relay_url: "", or of the relay
+    elsewhere; relay_bind, relay_advertise: host:port, "" for the provider's default.
     """
 
     FROM: ClassVar[frozenset[Role]] = _RESOLVER
@@ -51,3 +52,7 @@ class ConfigResolved(Message, frozen=True, kw_only=True, tag=53):
     run_id: U64 = 1
     node_id: U64 = 1
     provider: str = "process"
+    relay_used: bool = False
+    relay_url: str = ""
+    relay_bind: str = ""
+    relay_advertise: str = ""

@@ -60,6 +60,10 @@ def report(outcome: Outcome) -> bytes:
             run_id=config.run_id,
             node_id=config.node_id,
             provider=config.provider,
+            relay_used=config.relay.used,
+            relay_url=str(config.relay.url or ""),
+            relay_bind=str(config.relay.bind_addr or ""),
+            relay_advertise=config.relay.advertise_addr or "",
         )
     body = encode_body(message)
     return struct.pack("<I", len(body)) + body

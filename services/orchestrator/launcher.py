@@ -18,6 +18,7 @@ from pathlib import Path
 from common.addresses import Role
 from common.codec import BadEnvelope, decode_body, tag_of
 from common.config_args import information
+from common.door import DoorError
 from common.host import Host
 from common.limits import CONFIG_RESOLVE_MS
 from common.messages.config import ConfigFailed, ConfigResolved
@@ -26,6 +27,7 @@ from common.stdio_capture import StdioCapture, available
 from services.orchestrator.base import RunOver
 from services.orchestrator.children import FATAL, Child, Children, how_it_ended
 from services.orchestrator.core import ServiceLost, ServiceRestarted, StdioLine
+from services.orchestrator.door import choose_door
 from services.orchestrator.run_dir import RunDirectory
 from services.orchestrator.service import build, listen_on_stdin
 
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     try:
         status, error = launch.run()
-    except (LaunchError, SecurityError) as failure:
+    except (LaunchError, SecurityError, DoorError) as failure:
         status, error = 1, str(failure)
     except KeyboardInterrupt:
         status, error = 1, "shutdown requested while starting"
@@ -82,8 +84,9 @@ class Launch:
     def run(self) -> tuple[int, str]:
         """(exit status, error)."""
         resolved = self._resolve()
+        door = choose_door(resolved, os.environ)
         self._directory = RunDirectory(resolved.run_dir, os.environ)
-        self._files = init(self._directory.path, relay=resolved.relay)
+        self._files = init(self._directory.path, relay=resolved.relay, door=door)
         if available():
             self._capture = StdioCapture(lambda stream, line: self._line(None, stream, line))
             self._capture.install()

@@ -7,15 +7,19 @@ from typing import Any
 
 from common.actors import Ctx
 from common.addresses import Role, short
-from common.limits import PROVIDER_START_MS, SERVICE_READY_MS
+from common.limits import PROVIDER_START_MS, SERVICE_READY_MS, provider_start_ms
 from common.messages.orchestrator import ObservePlanAvailable, StageAssignment
-from common.messages.provision import NodeFailed, NodeProvisionSpec, NodeStarted, PrepareProvider, StartNode
+from common.messages.provision import (
+    NodeFailed,
+    NodeProvisionSpec,
+    NodeStarted,
+    PrepareProvider,
+    ProviderMount,
+    StartNode,
+)
 from services.orchestrator.actor import ExpectNode, OrchestratorActor, ReportInbox
 from services.orchestrator.base import SERVICES_OF_A_RUN, Phase, Worker
 from services.orchestrator.readiness import Readiness
-
-PROVIDER_START_LIMIT_MS = {"vastai": 900_000}
-"""A rented machine boots and pulls an image; everything else starts within PROVIDER_START_MS."""
 
 
 class StartUp(Readiness):
@@ -51,12 +55,11 @@ class StartUp(Readiness):
             return
         config = self.config
         self.record(ctx, "services", "ready", {"services": [str(role) for role in SERVICES_OF_A_RUN]})
-        if config.cached_model is not None or config.pipeline_stages > 1:
+        if config.pipeline_stages > 1:
             self.phase = Phase.PLAN
             self.fail(
                 ctx,
-                "planned execution (pipeline_stages > 1 or [model] cached_path) is not built yet; "
-                "set pipeline_stages = 1 and name the file with [model] gguf_local_path",
+                "planned execution with pipeline_stages > 1 is not built yet; set pipeline_stages = 1",
             )
             return
         self._prepare_provider(ctx)
@@ -95,9 +98,20 @@ class StartUp(Readiness):
         config = self.config
         return [
             NodeProvisionSpec(
-                run_id=config.run_id, node_id=config.node_id, stage_index=config.stage_index, image=config.image
+                run_id=config.run_id,
+                node_id=config.node_id,
+                stage_index=config.stage_index,
+                image=config.image,
+                mounts=self.mounts(),
             )
         ]
+
+    def mounts(self) -> list[ProviderMount]:
+        """The cached model, for providers whose workers do not see this machine's files (S1 7.2)."""
+        cached = self.config.cached_model
+        if cached is None or self.config.provider not in ("docker", "swarm"):
+            return []
+        return [ProviderMount(host_path=cached.host_path, container_path=cached.container_path)]
 
     def _start_workers(self, ctx: Ctx) -> None:
         specs = self.specs()
@@ -114,7 +128,7 @@ class StartUp(Readiness):
         self.record(ctx, "node_spec", "ready", detail)
         stages = [StageAssignment(stage_index=spec.stage_index, node_id=spec.node_id) for spec in specs]
         ctx.send(self.actor_address, ObservePlanAvailable(run_id=self.run_id, stages=stages))
-        self.limit(ctx, PROVIDER_START_LIMIT_MS.get(self.config.provider, PROVIDER_START_MS), "provider start")
+        self.limit(ctx, provider_start_ms(self.config.provider), "provider start")
         for spec in specs:
             self.workers[spec.stage_index] = Worker(spec.node_id, spec.stage_index)
             started = {"provider": self.provider, "image": spec.image, "stage_index": spec.stage_index}
@@ -127,7 +141,7 @@ class StartUp(Readiness):
         if self.phase is not Phase.START:
             return super().limit_error(ctx)
         missing = [str(worker.node_id) for worker in self.workers.values() if not worker.node_key]
-        limit_s = PROVIDER_START_LIMIT_MS.get(self.config.provider, PROVIDER_START_MS) // 1000
+        limit_s = provider_start_ms(self.config.provider) // 1000
         return f"provider start: node {', '.join(missing)} was not started by provider {self.provider} in {limit_s} s"
 
     def node_started(self, msg: NodeStarted, ctx: Ctx) -> None:

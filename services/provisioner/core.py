@@ -13,7 +13,7 @@ from common.actors import Ctx
 from common.addresses import Role, short
 from common.config_slices import ProvisionerSlice
 from common.effects import Exit, JobDone, Log, RunJob, SendFailed, StopSignal
-from common.limits import OWNER_GONE_EXIT_MS, PROVIDER_START_MS
+from common.limits import OWNER_GONE_EXIT_MS, provider_start_ms
 from common.messages.bus import Admit, Admitted, Revoked
 from common.messages.provision import (
     BootstrapCompleted,
@@ -259,7 +259,8 @@ class ProvisionerActor(ServiceActor):
                 # Only now: a worker that dials before it is admitted is refused, and libzmq does not dial again.
                 node.state = NodeState.STARTING
                 args = {"minted": node.minted, "spec": node.spec, "run": self._run.nonce}
-                job = RunJob("start_node", self._key(node), args, limit_ms=PROVIDER_START_MS, pool="start")
+                limit_ms = provider_start_ms(self.config.provider)
+                job = RunJob("start_node", self._key(node), args, limit_ms=limit_ms, pool="start")
                 ctx.effect(job)
 
     def _started(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:

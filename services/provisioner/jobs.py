@@ -21,8 +21,16 @@ from common.launch_file import LAUNCH_FILE_NAME, LaunchFile
 from common.messages.provision import NodeProvisionSpec
 from common.security import planes_to_json, read_secret_file
 from services.provisioner import processes
-from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, Reconciled, ledger_folder, reconcile
-from services.provisioner.plugin import LeftBehind, PluginNodeHandle, ProviderError, ProvisionPlugin
+from services.provisioner.ledger import (
+    Ledger,
+    LedgerError,
+    LedgerRecord,
+    Reconciled,
+    fleet_id,
+    ledger_folder,
+    reconcile,
+)
+from services.provisioner.plugin import LeftBehind, MayBeLeft, Owner, PluginNodeHandle, ProviderError, ProvisionPlugin
 from services.provisioner.registry import ProviderInputs, make_provider
 from services.provisioner.sink import NodeSink
 from services.provisioner.state import Minted, Prepared
@@ -64,6 +72,7 @@ class ProvisionerJobs:
         self._plugin: ProvisionPlugin | None = None
         self._ledger: Ledger | None = None
         self._hf_token = ""
+        self._instance = secrets.token_hex(8)
         self._tickets: dict[str, _Ticket] = {}
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -81,7 +90,8 @@ class ProvisionerJobs:
     # --- jobs -------------------------------------------------------------------------------------------------
     def prepare(self, config: ProvisionerSlice) -> Prepared:
         """Build and check the provider (S1 7.5, 10.5), open the ledger, stop what dead instances left."""
-        inputs = ProviderInputs(config, self._here.environment, self._here.redact)
+        owner = Owner(fleet_id(self._here.environment), self._instance)
+        inputs = ProviderInputs(config, self._here.environment, self._here.redact, owner)
         plugin = make_provider(config.provider, inputs)
         plugin.prepare()
         if config.hf_token_file:
@@ -90,7 +100,7 @@ class ProvisionerJobs:
         folder = ledger_folder(self._here.environment)
         with self._lock:
             if self._ledger is None:
-                self._ledger = Ledger(folder, secrets.token_hex(8))
+                self._ledger = Ledger(folder, self._instance)
             # A provider that still has workers of ours keeps them: another instance would not know them.
             if self._plugin is None or self._config != config:
                 self._plugin, self._config = plugin, config
@@ -221,6 +231,9 @@ class ProvisionerJobs:
         ledger.append(intent)
         try:
             handle = plugin.start_node(intent.id, spec, Path(intent.launch), sink)
+        except MayBeLeft as error:
+            _settle(ledger, intent.id, str(error))
+            raise
         except Exception:
             _settle(ledger, intent.id)
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,31 @@ def ledger_folder(environment: Mapping[str, str]) -> Path:
     if home := environment.get("HOME"):
         return Path(home) / ".local" / "state" / "swactor-mq" / "ledger"
     raise LedgerError("there is no place for the ledger: set HOME or XDG_STATE_HOME")
+
+
+def fleet_id(environment: Mapping[str, str]) -> str:
+    """16 hex digits, the same for this user on this machine for ever: what paid and remote things are marked with.
+
+    Raises LedgerError.
+    """
+    folder = ledger_folder(environment).parent
+    path = folder / "fleet"
+    try:
+        _make_folder(folder)
+        if not path.exists():
+            fresh = os.urandom(8).hex()
+            staged = path.with_name(f".fleet.{fresh}")
+            staged.write_text(fresh)
+            # link, not rename: of two that start at once the first one's counts for both.
+            with contextlib.suppress(FileExistsError):
+                os.link(staged, path)
+            staged.unlink()
+        found = path.read_text(errors="replace").strip()
+    except OSError as error:
+        raise LedgerError(f"cannot keep the fleet id in {path}: {error.strerror}") from None
+    if not re.fullmatch(r"[0-9a-f]{16}", found):
+        raise LedgerError(f"the fleet id in {path} is damaged; remove the file when no worker of yours is left")
+    return found
 
 
 class Ledger:

@@ -18,6 +18,10 @@ class ProviderError(Exception):
     """A provider could not do what it was asked; str() is one sentence without secrets for the run's error line."""
 
 
+class MayBeLeft(ProviderError):
+    """A start failed and it is not certain that nothing of it is left: its ledger entry stays open."""
+
+
 @dataclass(frozen=True, slots=True)
 class StdoutLine:
     """A line of the worker's stdout, without its newline."""
@@ -91,6 +95,14 @@ class LeftBehind:
     handle: PluginNodeHandle | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose workers these are: this user's fleet here, and this provisioner instance (design.md 6 row 32)."""
+
+    fleet: str = ""
+    instance: str = ""
+
+
 class ProvisionPlugin(Protocol):
     """A provider. Methods raise ProviderError; anything else is a bug and is reported as such."""
 
@@ -100,7 +112,9 @@ class ProvisionPlugin(Protocol):
         """Check everything that can be checked before a worker is started (S1 10.5)."""
 
     def start_node(self, handle_id: str, spec: NodeProvisionSpec, launch_file: Path, sink: Sink) -> PluginNodeHandle:
-        """Start one worker and return when the provider says that it runs. On an error nothing is left running.
+        """Start one worker and return when the provider says that it runs.
+
+        On an error nothing is left running; if that is not certain, the error is MayBeLeft.
 
         handle_id: already in the ledger; the provider marks with it whatever it creates, so that it can be found.
         """

@@ -1,0 +1,219 @@
+"""One container that is being followed: its lines, its end, and which of all ends it was.
+
+Three threads: two log followers and one that waits. An ended stream proves nothing (the engine may have died), so each
+end is followed by a look at the container. SDK traps: providers.md B1.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import docker.errors
+import requests.exceptions
+
+from services.provisioner import processes
+from services.provisioner.docker_engine import Engine, EngineGone, Missing
+from services.provisioner.docker_spec import WORKER_PROGRAM
+from services.provisioner.lines import LineSplitter, bridge_frame
+from services.provisioner.plugin import (
+    Exited,
+    Failed,
+    PluginObservation,
+    ProviderError,
+    ProviderLine,
+    Sink,
+    StderrLine,
+    StdoutLine,
+)
+
+ENGINE_GONE_LIMIT_S = 30  # an engine that is upgraded is back within seconds; then its containers are looked at again
+RETRY_S = 0.5
+DRAIN_S = 5  # the last lines, after the container ended
+STOP_MARGIN_S = 10  # the engine's own time beside the grace
+STAMP_BYTES = len("2026-11-30T06:32:07.111882466Z")
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far a log was read: the newest timestamp, and how many frames bore it (the pieces of one long line do)."""
+
+    stamp: str = ""
+    count: int = 0
+
+
+class Container:
+    """Follows a started container until its end, which it tells once, as the last observation."""
+
+    def __init__(self, engine: Engine, container: str, sink: Sink, redact: Callable[[bytes], bytes]) -> None:
+        self.id = container
+        self._engine, self._sink, self._redact = engine, sink, redact
+        self._stopping = False
+        self._over = threading.Event()
+        self._gone = threading.Event()
+        self._readers = [
+            threading.Thread(target=self._follow, args=(name,), name=f"{name}-{container[:12]}", daemon=True)
+            for name in ("stdout", "stderr")
+        ]
+
+    def follow(self) -> None:
+        """Start. Daemons: they may not keep a dying provisioner alive."""
+        for reader in self._readers:
+            reader.start()
+        threading.Thread(target=self._watch, name=f"wait-{self.id[:12]}", daemon=True).start()
+
+    # --- stopping -------------------------------------------------------------------------------------------------
+    def stop(self, grace_s: int) -> None:
+        """SIGTERM, the grace, SIGKILL; grace 0 kills at once. Returns when it has ended and its lines are out."""
+        self._stopping = True
+        until = time.monotonic() + grace_s + STOP_MARGIN_S
+        while not self._gone.is_set():
+            try:
+                self._signal(grace_s)
+                break
+            except Missing:
+                break
+            except EngineGone:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_S)
+        if not self._gone.wait(max(0.0, until - time.monotonic()) + DRAIN_S):
+            raise ProviderError(f"container {self.id[:12]} does not end; look at it with docker inspect")
+
+    def _signal(self, grace_s: int) -> None:
+        with self._engine.sentences(f"stop container {self.id[:12]}"):
+            try:
+                if grace_s:
+                    self._engine.api().stop(self.id, timeout=grace_s)
+                else:
+                    self._engine.api().kill(self.id)
+            except docker.errors.APIError as error:
+                # 409: it has ended already.
+                if error.status_code != 409:
+                    raise
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        try:
+            end = self._end()
+        except Exception as error:  # unwatched is as good as lost: the run must hear of it
+            end = Failed(f"container {self.id[:12]} can no longer be watched: {error}")
+        self._over.set()
+        for reader in self._readers:
+            reader.join(DRAIN_S)
+        self._emit(end)
+        self._gone.set()
+
+    def _end(self) -> Exited | Failed:
+        """Blocks until the container has ended or the engine is lost."""
+        lost_at = 0.0
+        while True:
+            try:
+                if not lost_at:
+                    with self._engine.sentences("wait for the worker"):
+                        self._engine.stream().wait(self.id, timeout=None)
+                state = self._engine.inspect(self.id)["State"]
+            except Missing:
+                return Exited(None, "stopped") if self._stopping else Failed("its container was removed by somebody")
+            except EngineGone as error:
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > ENGINE_GONE_LIMIT_S:
+                    return Failed(f"the Docker engine is gone for {ENGINE_GONE_LIMIT_S} s: {error}")
+                time.sleep(RETRY_S)
+                continue
+            if state.get("Status") not in ("running", "paused", "restarting", "created"):
+                return self._ended(state, engine_died=bool(lost_at))
+            if lost_at:
+                self._emit(ProviderLine("the Docker engine is back and the worker still runs"))
+            lost_at = 0.0
+
+    def _ended(self, state: dict[str, Any], engine_died: bool) -> Exited:
+        code = int(state.get("ExitCode", 0))
+        # The engine reports a death by signal n as 128 + n; a worker itself exits only with 0 or 1.
+        status = 128 - code if 128 < code < 128 + 65 else code
+        if state.get("OOMKilled"):
+            reason = (
+                "was killed because its container ran out of memory; use a smaller model, more stages or a machine "
+                "with more memory"
+            )
+        elif self._stopping and status < 0:
+            reason = "stopped"
+        elif engine_died and status < 0:
+            reason = "was killed while the Docker engine stopped"
+        elif status in (126, 127):
+            # The container's init could not execute it.
+            reason = (
+                f"exited with status {status}: its image has no program {WORKER_PROGRAM} that can run; build it from "
+                "compose/Dockerfile.worker"
+            )
+        else:
+            reason = processes.describe_status(status)
+        if state.get("Error"):
+            reason += f" ({state['Error']})"
+        return Exited(status, reason)
+
+    # --- lines ----------------------------------------------------------------------------------------------------
+    def _follow(self, stream: str) -> None:
+        splitter = LineSplitter(self._redact)
+        make = self._out if stream == "stdout" else StderrLine
+        seen = Seen()
+        last = False
+        while True:
+            with contextlib.suppress(
+                ProviderError, docker.errors.DockerException, requests.exceptions.RequestException, OSError, ValueError
+            ):
+                for data in self._frames(stream, seen, follow=not last):
+                    for line in splitter.feed(data):
+                        self._emit(make(line))
+            if last:
+                break
+            # Once more after the end: a followed stream may end before the last words.
+            last = self._over.is_set() or self._ended_already() or self._over.wait(RETRY_S)
+        for line in splitter.flush():
+            self._emit(make(line))
+
+    def _frames(self, stream: str, seen: Seen, follow: bool) -> Iterator[bytes]:
+        """Every frame that was not seen yet: after a gap nothing comes twice."""
+        more: dict[str, Any] = {"stdout": stream == "stdout", "stderr": stream == "stderr"}
+        if seen.stamp:
+            more["since"] = _seconds(seen.stamp)
+        skip = replace(seen)
+        for frame in self._engine.stream().logs(self.id, stream=True, follow=follow, timestamps=True, **more):
+            stamp, data = frame[:STAMP_BYTES].decode("ascii", "replace"), frame[STAMP_BYTES + 1 :]
+            if stamp < skip.stamp:
+                continue
+            if stamp == skip.stamp and skip.count:
+                skip.count -= 1
+                continue
+            seen.count = seen.count + 1 if stamp == seen.stamp else 1
+            seen.stamp = stamp
+            yield data
+
+    def _ended_already(self) -> bool:
+        try:
+            return not self._engine.inspect(self.id)["State"].get("Running")
+        except Missing:
+            return True
+        except ProviderError:
+            return False
+
+    @staticmethod
+    def _out(line: str) -> PluginObservation:
+        return bridge_frame(line) or StdoutLine(line)
+
+    def _emit(self, observation: PluginObservation) -> None:
+        try:
+            self._sink(observation)
+        except Exception as error:  # the follower must live on
+            with contextlib.suppress(Exception):
+                self._sink(ProviderLine(f"an observation was lost: {error}"))
+
+
+def _seconds(stamp: str) -> int:
+    """Whole Unix seconds of a log timestamp, which is always UTC with nine decimals."""
+    return calendar.timegm(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S"))

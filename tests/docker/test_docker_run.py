@@ -1,0 +1,168 @@
+"""The whole mvp-orchestrator with provider docker and the real model: an answer, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docker.engine import ROOT, TestEngine
+from tools.fetch_model import default_model_path
+from tools.prompt_client import PromptClient
+
+CONFIG = """\
+[provider]
+kind = "docker"
+[image]
+node = "{image}"
+[docker]
+gpus = "none"
+pull = "never"
+[model]
+id = "smollm2-135m-instruct"
+cached_path = "{model}"
+[prompt]
+rpc_addr = "127.0.0.1:0"
+[observability]
+datastream_frame_log = "{archive}"
+{more}
+"""
+READY_S = 120
+
+
+class Run:
+    """One mvp-orchestrator as a child; state: its XDG_STATE_HOME; runs that share it know each other's ledgers."""
+
+    def __init__(self, engine: TestEngine, folder: Path, state: Path, image: str, more: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.archive = folder / "archive.jsonl"
+        config = folder / "config.toml"
+        model = default_model_path()
+        config.write_text(CONFIG.format(image=image, model=model, archive=self.archive, more=more))
+        environment = engine.environment | {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)]
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+
+    def records(self, channel: str = "mvp.orch.bootstrap") -> list[dict[str, Any]]:
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in self.archive.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    frame = json.loads(line)
+                    if frame["channel"] == channel:
+                        found.append(json.loads(frame["payload"]["value"]))
+        return found
+
+    def wait(self, phase: str, status: str = "ready") -> dict[str, Any]:
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until:
+            for record in self.records():
+                if (record["phase"], record["status"]) == (phase, status):
+                    return record
+            if self.process.poll() is not None:
+                pytest.fail(f"the orchestrator ended: {self.error()}")
+            time.sleep(0.1)
+        pytest.fail(f"{phase} was not {status} in time; last: {self.records()[-1:]}")
+
+    def ready(self) -> str:
+        return str(self.wait("prompt_rpc")["detail"]["addr"])
+
+    def error(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def stop(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"stop\n")
+        self.process.stdin.flush()
+        return self.process.wait(60)
+
+    def pids(self) -> list[int]:
+        """Of its services."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children]
+
+
+@pytest.fixture
+def start(engine: TestEngine, worker_image: str, tmp_path: Path) -> Iterator[Any]:
+    made: list[Run] = []
+
+    def begin(state: str = "state", **more: Any) -> Run:
+        run = Run(engine, tmp_path / f"run{len(made)}", tmp_path / state, worker_image, **more)
+        made.append(run)
+        return run
+
+    yield begin
+    for run in made:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(30)
+            run.process.kill()
+    for found in engine.containers():
+        engine.client().remove_container(found["Id"], force=True, v=True)
+
+
+@pytest.mark.spec("S1 4.5", "S1 5.4", "S1 7.2", "S1 7.5", "S1 9.16")
+def test_one_command_answers_from_a_container_and_stops_it(start: Any, engine: TestEngine) -> None:
+    run = start()
+    addr = run.ready()
+    with contextlib.closing(PromptClient.connect(addr, wait_s=5)) as client:
+        done = client.complete("What is the capital of France? One word.", max_tokens=12)
+    assert "Paris" in done.final_text
+    (container,) = engine.containers()
+    shown = json.dumps(engine.client().inspect_container(container["Id"]))
+    assert '"ReadonlyRootfs"' in shown and "secret_key" not in shown
+    assert engine.client().inspect_container(container["Id"])["Config"]["User"] == "10001:10001"
+    assert run.stop() == 0, run.error()
+    assert engine.containers() == []
+    assert not list((Path(run.archive).parent.parent / "state" / "swactor-mq" / "ledger").glob("*.jsonl"))
+    assert "secret_key" not in run.archive.read_text()
+
+
+@pytest.mark.spec("S1 9.15", "S1 10.6")
+def test_a_killed_container_ends_the_run_with_one_line(start: Any, engine: TestEngine) -> None:
+    run = start()
+    run.ready()
+    (container,) = engine.containers()
+    engine.client().kill(container["Id"])
+    assert run.process.wait(30) == 1
+    lines = run.error().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("mvp-orchestrator: "), lines
+    assert "killed by signal 9" in lines[0]
+    assert engine.containers() == []
+
+
+@pytest.mark.spec("S1 9.16")
+def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: Any, engine: TestEngine) -> None:
+    killed = start()
+    killed.wait("provider_start")
+    other = start(state="other")
+    other.ready()
+    victims = [killed.process.pid, *killed.pids()]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    killed.process.wait()
+    before = {found["Id"] for found in engine.containers()}
+    assert len(before) == 2
+    following = start()
+    following.ready()
+    assert [
+        record["detail"]["reconciled"] for record in following.records() if record["phase"] == "node_provisioner"
+    ] == [1]
+    assert following.stop() == 0
+    assert len(engine.containers()) == 1, "another orchestrator's worker was touched"
+    assert other.stop() == 0
+    assert engine.containers() == []
