@@ -109,8 +109,8 @@ class Closing(RunBase):
     # --- steps ------------------------------------------------------------------------------------------------
     def rpc_closed(self, ctx: Ctx) -> None:
         """Every prompt has its terminal and no client is served any more."""
-        self.rpc_open = False
         if self.phase is Phase.CLOSING_RPC:
+            self.rpc_open = False
             self._stop_stages(ctx)
 
     def _stop_stages(self, ctx: Ctx) -> None:

@@ -479,6 +479,15 @@ def test_membership_restart_during_the_acknowledgement_does_not_hold_it_up() -> 
     assert play.at(Phase.BOOTSTRAP)
 
 
+def test_membership_restart_does_not_hold_up_a_worker_that_starts_over_either() -> None:
+    play = Play().until(Phase.ACK)
+    play.membership_restarts()
+    play.reported(readiness_id=2)
+    play.said()
+    play.harness.advance(250)
+    assert [ack.readiness_id for ack in play.said(RuntimeReadyAck)] == [2]
+
+
 # --- context (6.12, 9.19) ---------------------------------------------------------------------------------------
 @pytest.mark.spec("S1 6.12", "S1 9.19")
 def test_foreign_reports_change_nothing() -> None:
@@ -531,5 +540,6 @@ def test_answers_of_another_phase_change_nothing() -> None:
     assert play.said(ProvisionStage, OpenPromptRpc, CloseRpc) == []
     play.until(Phase.SERVING)
     play.opened()
+    play.rpc_closed()
     play.gateway(PromptRpcFailed(error="late"))
     assert (play.run.phase, play.transitions()) == (Phase.SERVING, [])
