@@ -50,12 +50,14 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Outbound:
-    """A message for an actor that is not here. corr: id of the delivery that caused it."""
+    """A message for an actor that is not here. corr: id of the delivery that caused it. node: the host of dst, where
+    the sender knows it; else the routes say."""
 
     src: bytes
     dst: bytes
     message: Message
     corr: int
+    node: bytes = b""
 
 
 @dataclass(slots=True)
@@ -131,9 +133,12 @@ class Ctx:
         """This process's incarnation."""
         return self._system.boot
 
-    def send(self, dst: bytes, msg: Any) -> None:
-        """Send to a local or remote actor. Remote messages must be of the catalogue; failure comes as SendFailed."""
-        self._system.post(dst, msg, src=self.address, corr=self._cause)
+    def send(self, dst: bytes, msg: Any, node: bytes = b"") -> None:
+        """Send to a local or remote actor. Remote messages must be of the catalogue; failure comes as SendFailed.
+
+        node: where dst is, whatever the routes say: the verified sender owns its reply address (design.md 6 row 37).
+        """
+        self._system.post(dst, msg, src=self.address, corr=self._cause, node=node)
 
     def reply(self, msg: Any) -> None:
         """Send to the sender of the current message."""
@@ -235,14 +240,14 @@ class ActorSystem:
         self._next_id += 1
         return self._next_id
 
-    def post(self, dst: bytes, msg: Any, *, src: bytes = SHELL, corr: int = 0) -> None:
+    def post(self, dst: bytes, msg: Any, *, src: bytes = SHELL, corr: int = 0, node: bytes = b"") -> None:
         """Queue a local message or hand a remote one to the node."""
-        if dst in self._slots:
+        if dst in self._slots and node in (b"", self.node):
             if self._validate and isinstance(msg, Message):
                 msg = decode_body(tag_of(type(msg)), encode_body(msg))
             self._enqueue(_Delivery(dst, msg, src, b"" if src == SHELL else self.node, self.new_id(), corr))
         elif isinstance(msg, Message):
-            self.outbound.append(Outbound(src, dst, msg, corr))
+            self.outbound.append(Outbound(src, dst, msg, corr, node))
 
     def deliver(self, dst: bytes, msg: Any, *, src: bytes = SHELL, src_node: bytes = b"", id: int = 0) -> bool:
         """Queue a message that came over the bus, or an event of the shell. False: no such actor or it is full."""

@@ -468,6 +468,10 @@ class Node:
         return None if session is not None and found[1] < session.peer_boot else found
 
     def _route(self, out: Outbound, hold_until_ms: int) -> None:
+        if out.node:
+            session = self._sessions.known(out.node, type(out.message).PLANE)
+            self._send(out, out.node, session.peer_boot if session else 0)
+            return
         if self.system.hosts(out.dst):
             self.system.post(out.dst, out.message, src=out.src, corr=out.corr)
             return
