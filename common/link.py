@@ -112,7 +112,6 @@ class Link:
         effects = self._down(plane, now_ms)
         lane = self.lanes[plane]
         lane.next_ms = now_ms + lane.backoff_ms
-        lane.backoff_ms = min(lane.backoff_ms * 2, LINK_REBUILD_MS_MAX)
         lane.tries_since_ms = now_ms - LINK_SILENT_MS
         return [effect for effect in effects if not isinstance(effect, LinkSend)]
 

@@ -135,9 +135,7 @@ def faulty(rng: random.Random, loss: float, double: float, late: int) -> Callabl
 @pytest.mark.spec("S1 6.11")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 0.6), st.floats(0, 0.4), st.integers(0, 900))
-def test_loss_doubling_and_reordering_both_ways_change_nothing(
-    seed: int, loss: float, double: float, late: int
-) -> None:
+def test_loss_doubling_and_reordering_change_nothing(seed: int, loss: float, double: float, late: int) -> None:
     rng = random.Random(seed)
     pair = Pair(faulty(rng, loss, double, late))
     sent = {A: 0, B: 0}
@@ -341,23 +339,7 @@ def test_acks_are_delayed_and_carried_by_answers() -> None:
 
 def test_what_comes_early_is_bounded() -> None:
     receiver = Session(B, 2, A, Plane.PROMPT)
-    big = Envelope(
-        1,
-        tag_of(TokensDecoded),
-        1,
-        bytes(16),
-        A,
-        1,
-        A,
-        B,
-        2,
-        B,
-        0,
-        0,
-        1,
-        0,
-        decode_envelope(sender_frame(1 << 20)).body,
-    )
+    big = decode_envelope(sender_frame(1 << 20))
 
     def at(seq: int) -> Any:
         return Envelope(*(getattr(big, name) if name != "plane_seq" else seq for name in big.__struct_fields__))
