@@ -28,6 +28,10 @@ STOP_ORDER: tuple[tuple[Role, ...], ...] = (
 FATAL: frozenset[Role] = frozenset({Role.GATEWAY, Role.PROVISIONER})
 """Services whose run state dies with them; the others are restarted and ask their peers again."""
 
+STOP_MS: Mapping[Role, int] = {Role.PROVISIONER: 10_000}
+"""Longer than SERVICE_STOP_MS: after a run that broke off it still has workers to stop. Killed, it would leave them."""
+CLEANUP_LIMIT_S = 30
+
 OnLine = Callable[[Role, str, bytes], None]
 
 
@@ -103,13 +107,14 @@ class Children:
 
     # --- stopping ---------------------------------------------------------------------------------------------
     def stop_all(self) -> None:
-        """TERM in STOP_ORDER, each group gets SERVICE_STOP_MS, then KILL. Nothing is left when this returns."""
+        """TERM in STOP_ORDER, each gets SERVICE_STOP_MS (STOP_MS), then KILL. Nothing is left when this returns."""
         for group in STOP_ORDER:
             children = [self.running.pop(role) for role in group if role in self.running]
             for child in children:
                 child.process.terminate()
-            until = time.monotonic() + SERVICE_STOP_MS / 1000
+            started = time.monotonic()
             for child in children:
+                until = started + STOP_MS.get(child.role, SERVICE_STOP_MS) / 1000
                 try:
                     child.process.wait(max(0.0, until - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -120,13 +125,29 @@ class Children:
         for fd in (self._owner_write, self._owner_read, self._resolver_write, self._resolver_read):
             os.close(fd)
 
-    def cleanup_workers(self) -> None:
-        """The provisioner died: once more with --cleanup, which stops by the ledger what it left (design.md 2)."""
+    def cleanup_workers(self) -> str:
+        """The provisioner died: once more with --cleanup, which stops by the ledger what it left (design.md 2).
+
+        Returns what is wrong, empty when nothing is left."""
         command = [sys.executable, "-P", "-m", f"services.{Role.PROVISIONER}", "--cleanup"]
         try:
-            subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, timeout=30, check=False)
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                timeout=CLEANUP_LIMIT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            print("the clean-up of workers did not end within 30 s; the next start stops what is left", file=sys.stderr)
+            return f"the clean-up of its workers did not end within {CLEANUP_LIMIT_S} s"
+        except OSError as error:
+            return f"the clean-up of its workers cannot be started: {error.strerror}"
+        if done.returncode == 0:
+            return ""
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        return f"the clean-up of its workers failed: {lines[0] if lines else f'status {done.returncode}'}"
 
 
 def how_it_ended(status: int) -> str:

@@ -6,6 +6,7 @@ last act is the one error line on the original stderr (S1 10; design.md 6 row 4)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -23,7 +24,7 @@ from common.host import Host
 from common.limits import CONFIG_RESOLVE_MS
 from common.messages.config import ConfigFailed, ConfigResolved
 from common.security import SecurityError, init
-from common.stdio_capture import StdioCapture, available
+from common.stdio_capture import STDERR, StdioCapture, available
 from services.orchestrator.base import RunOver
 from services.orchestrator.children import FATAL, Child, Children, how_it_ended
 from services.orchestrator.core import ServiceLost, ServiceRestarted, StdioLine
@@ -33,6 +34,8 @@ from services.orchestrator.service import build, listen_on_stdin
 
 PROGRAM = "mvp-orchestrator"
 START_ORDER: tuple[Role, ...] = (Role.ROUTER, Role.MEMBERSHIP, Role.PROVISIONER, Role.GATEWAY, Role.COLLECTOR)
+
+LAST_WORDS_CHARS_MAX = 200
 
 
 class LaunchError(Exception):
@@ -45,9 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     if (text := information(args)) is not None:
         sys.stdout.write(text)
         return 0
-    launch = Launch(args)
+    open_standard_descriptors()
+    # In the background of a terminal a read of stdin would stop this process; ignored, the read just fails.
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     # Until the host's loop takes them over, signals just end the launch.
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    launch = Launch(args)
     try:
         status, error = launch.run()
     except (LaunchError, SecurityError, DoorError) as failure:
@@ -60,11 +66,29 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("SMQ_TRACEBACK") == "1":
             error += "\n" + traceback.format_exc()
     finally:
-        launch.close()
+        # The end is bounded; a signal that broke it off would leave services behind.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        left = launch.close()
     if error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
-        sys.stderr.flush()
+        say(f"{PROGRAM}: {error}{f'; {left}' if left else ''}\n")
     return status
+
+
+def open_standard_descriptors() -> None:
+    """Whoever closed 0, 1 or 2 gets /dev/null there: else a socket of ours would take the number, and the stop
+    listener and the stdio capture would take that socket."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def say(text: str) -> None:
+    """To the real stderr, whatever became of it."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
 
 
 class Launch:
@@ -80,6 +104,8 @@ class Launch:
         self._capture: StdioCapture | None = None
         self._children = Children(lambda role, stream, line: self._line(role, stream, line))
         self._provisioner_died = False
+        self._last_words: dict[Role, str] = {}
+        """The last line that each service printed on stderr: mostly why it ended."""
 
     def run(self) -> tuple[int, str]:
         """(exit status, error)."""
@@ -119,7 +145,7 @@ class Launch:
                     raise LaunchError(f"the configuration was not resolved within {CONFIG_RESOLVE_MS // 1000} s")
                 chunk = pipe.read(65536)
                 if not chunk:
-                    raise LaunchError(f"the config resolver failed: {self._last_words()}")
+                    raise LaunchError(f"the config resolver failed: {self._resolver_said()}")
                 data += chunk
         try:
             message = _decode_report(data[4:])
@@ -129,10 +155,9 @@ class Launch:
             raise LaunchError(message.error)
         return message
 
-    def _last_words(self) -> str:
-        time.sleep(0.1)
-        lines = [line.decode(errors="replace") for _, stream, line in self._early if stream == "stderr"]
-        return lines[-1] if lines else "it ended without a word"
+    def _resolver_said(self) -> str:
+        time.sleep(0.1)  # its last line is still on its way through the reader thread
+        return self._last_words.get(Role.RESOLVER, "it ended without a word")
 
     # --- children ---------------------------------------------------------------------------------------------
     def _watch(self, child: Child) -> None:
@@ -153,16 +178,22 @@ class Launch:
             if role is Role.PROVISIONER:
                 self._provisioner_died = True
             if role in FATAL:
-                host.deliver(self._run, ServiceLost(role, how))
+                host.deliver(self._run, ServiceLost(role, self._explained(role, how)))
         elif self._children.may_restart(role):
             self._watch(self._children.start(role, self._files[role]))
-            host.deliver(self._run, ServiceRestarted(role, how))
+            host.deliver(self._run, ServiceRestarted(role, self._explained(role, how)))
         else:
-            host.deliver(self._run, ServiceLost(role, f"{how} too often"))
+            host.deliver(self._run, ServiceLost(role, self._explained(role, f"{how} too often")))
+
+    def _explained(self, role: Role, how: str) -> str:
+        said = self._last_words.pop(role, "")
+        return f"{how}; its last line was: {said[:LAST_WORDS_CHARS_MAX]}" if said else how
 
     # --- lines ------------------------------------------------------------------------------------------------
     def _line(self, role: Role | None, stream: str, line: bytes) -> None:
         """From a reader thread."""
+        if role is not None and stream == STDERR and (text := line.decode(errors="replace").strip()):
+            self._last_words[role] = text
         if self._host is None:
             self._early.append((role, stream, line))
         else:
@@ -174,16 +205,17 @@ class Launch:
             self._host.deliver(self._run, StdioLine(stream, text, role or ""))
 
     # --- the end ----------------------------------------------------------------------------------------------
-    def close(self) -> None:
-        """Stop every service, stop what a dead provisioner left, give the terminal back, remove the directory."""
+    def close(self) -> str:
+        """Stop every service, stop what a dead provisioner left, give the terminal back, remove the directory. Returns
+        what could not be stopped, in one sentence."""
         self._host = None
-        if self._provisioner_died:
-            self._children.cleanup_workers()
+        left = self._children.cleanup_workers() if self._provisioner_died else ""
         self._children.stop_all()
         if self._capture is not None:
             self._capture.restore()
         if self._directory is not None:
             self._directory.remove()
+        return left
 
 
 def _whole(data: bytes) -> bool:

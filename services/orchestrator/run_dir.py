@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -13,6 +14,9 @@ from pathlib import Path
 from common.security import SecurityError
 
 LOCK = "lock"
+OWN_NAMES = frozenset({LOCK, "bus", "keys", "secrets", "nodes"})
+OWN_SUFFIX = ".sock"
+"""What a run leaves in its directory. Whatever else lies there is somebody's, and is neither removed nor mixed up."""
 
 
 class RunDirectory:
@@ -36,34 +40,61 @@ class RunDirectory:
             raise SecurityError(
                 f"run directory {self.path} is not a private directory of this user; remove it or set [runtime] run_dir"
             )
-        try:
-            self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SecurityError(f"run directory {self.path} is not writable: {error.strerror}") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(self._fd, 32).decode(errors="replace").strip()
-            os.close(self._fd)
+        if foreign := sorted(entry.name for entry in self.path.iterdir() if not _is_own(entry)):
             raise SecurityError(
-                f"run directory {self.path} is in use by another orchestrator"
-                + (f" (process {owner})" if owner.isdigit() else "")
-                + "; stop it, or set [runtime] run_dir to another directory"
+                f"run directory {self.path} holds other files ({foreign[0]}); set [runtime] run_dir to a directory of "
+                "its own, it is emptied and removed"
+            )
+        try:
+            self._fd = self._lock()
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, str(os.getpid()).encode())
+            self._clear()
+        except OSError as error:
+            raise SecurityError(
+                f"run directory {self.path} is not writable: {error.strerror}; set [runtime] run_dir to a directory "
+                "that you can write"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, str(os.getpid()).encode())
-        self._clear()
+
+    def _lock(self) -> int:
+        """The descriptor that holds the lock. Raises SecurityError while somebody else does, OSError."""
+        while True:
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owner = os.read(fd, 32).decode(errors="replace").strip()
+                os.close(fd)
+                raise SecurityError(
+                    f"run directory {self.path} is in use by another orchestrator"
+                    + (f" (process {owner})" if owner.isdigit() else "")
+                    + "; stop it, or set [runtime] run_dir to another directory"
+                ) from None
+            # Between open and flock the owner may have ended and removed the file: a lock on that locks nothing.
+            try:
+                if os.path.samestat(os.fstat(fd), os.stat(self.path / LOCK)):
+                    return fd
+            except FileNotFoundError:
+                self.path.mkdir(mode=0o700, exist_ok=True)
+            os.close(fd)
 
     def _clear(self) -> None:
         """Leftovers of a run that was killed: nobody holds the lock, so nobody uses them."""
         for entry in self.path.iterdir():
-            if entry.name != LOCK:
+            if _is_own(entry) and entry.name != LOCK:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def remove(self) -> None:
-        """Give the directory up."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Give the directory up; what somebody put there in the meantime stays."""
+        with contextlib.suppress(OSError):
+            self._clear()
+            (self.path / LOCK).unlink()
+            self.path.rmdir()
         os.close(self._fd)
+
+
+def _is_own(entry: Path) -> bool:
+    return entry.name in OWN_NAMES or entry.suffix == OWN_SUFFIX
 
 
 def default_path(environ: Mapping[str, str]) -> Path:

@@ -19,6 +19,7 @@ COLOURS = "Name three primary colors."
 COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
 LONG = "Write a very long story about a lighthouse keeper and the sea."
 RESTART_S = 20.0
+PARTS = ("router", "membership", "datastream_collector", "config_resolver", "provisioner", "prompt_gateway")
 
 
 def assert_archive_tells(stack: Stack, phase: str, error: str) -> None:
@@ -122,15 +123,30 @@ def test_a_damaged_model(size: int, says: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("S1 9.15", "S1 10.8", "S1 10.15", "S1 4.9")
-def test_a_worker_killed_while_loading() -> None:
-    """The provider's word is enough: the run ends at once, without waiting for SWIM."""
+@pytest.mark.parametrize(("part", "how"), [("agent", "exited"), ("engine", "stage 0 faulted")])
+def test_a_worker_killed_while_loading(part: str, how: str) -> None:
+    """The provider's word, or the stage's, is enough: the run ends at once, without waiting for SWIM."""
     with Stack() as stack:
         stack.wait_record("stage_provision_send", "sent")
-        stack.kill("agent")
+        stack.kill(part)
         error = stack.assert_failed()
-        assert error.startswith("node 1 exited while loading weights: ") and "SIGKILL" in error
+        assert error.startswith(f"node 1 {how} while loading weights: ") and "SIGKILL" in error
         assert_archive_tells(stack, "weights_loaded", error)
         assert stack.archive.find("prompt_rpc", "started") is None
+
+
+@pytest.mark.spec("S1 4.6", "S1 4.9")
+def test_services_killed_during_start_up() -> None:
+    """Those that can come back do, and the start goes on."""
+    with Stack() as stack:
+        stack.wait_record("node_runtime_ready", "started")
+        for part in ("membership", "router", "datastream_collector"):
+            stack.kill(part)
+            time.sleep(0.3)
+        assert stack.ask(COLOURS).final_text == COLOURS_ANSWER
+        assert {part for part in PARTS if restarts(stack, part)} == {"membership", "router", "datastream_collector"}
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
 
 
 @pytest.mark.spec("S1 10.9", "S1 4.10", "S1 9.4", "S1 10.15")

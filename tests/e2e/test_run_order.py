@@ -21,6 +21,7 @@ from tools.prompt_client import PromptClient, PromptClientError
 
 COLOURS = "Name three primary colors."
 COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
+SECRET = "hf_thisMustNeverBeSeenAnywhere00"
 LONG = "Write a very long story about a lighthouse keeper and the sea."
 
 ORDER = [
@@ -60,7 +61,7 @@ STOP_ORDER = [
 @pytest.fixture(scope="module")
 def run() -> Iterator[Stack]:
     """Serving; the first asker waits for it."""
-    with Stack() as stack:
+    with Stack(environ={"HF_TOKEN": SECRET}) as stack:
         yield stack
 
 
@@ -224,6 +225,17 @@ def test_nothing_is_printed(run: Stack) -> None:
     assert (run.stdout, run.stderr) == ("", "")
 
 
+@pytest.mark.spec("S1 9.20", "S1 10.16", "S1 8.14")
+def test_secrets_stay_where_they_belong(run: Stack) -> None:
+    """In no record, on no command line, and in the environment of the two that resolve the configuration alone."""
+    run.addr()
+    assert SECRET.encode() not in run.archive.path.read_bytes()
+    for process in run.left():
+        assert SECRET not in process.command
+        environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert (SECRET.encode() in environ) == (process.part in ("orchestrator", "config_resolver")), process
+
+
 @pytest.mark.spec("S1 7.16", "S1 9.17", "S1 4.12", "S1 5.10", "S1 10.14", "S1 3.1", "S1 4.13", "S1 9.16")
 def test_a_stop_word_ends_the_run(run: Stack) -> None:
     """Other words and longer lines are no stop; a stop word is, in any case and with blanks around it."""
@@ -259,6 +271,21 @@ def test_over_the_relay(relayed: Stack) -> None:
     relayed.wait_record("serve_prompts", "started")
     assert first_seen(relayed.archive.lifecycle(), ORDER) == ORDER
     assert relayed.pid("relay")
+    assert relayed.ask(COLOURS).final_text == COLOURS_ANSWER
+
+
+@pytest.mark.spec("S1 7.7", "S1 4.11")
+def test_a_relay_that_dies_comes_back(relayed: Stack) -> None:
+    """In the middle of an answer: nothing of it is lost, the worker is reachable over the new relay."""
+    with relayed.client() as client:
+        stream = client.submit(LONG, max_tokens=40)
+        first = next(stream)
+        assert isinstance(first, TextDeltaLine)
+        relayed.kill("relay")
+        events = [first, *stream]
+    done = events[-1]
+    assert isinstance(done, DoneLine) and done.tokens_generated == 40
+    assert "".join(event.text for event in events if isinstance(event, TextDeltaLine)) == done.final_text
     assert relayed.ask(COLOURS).final_text == COLOURS_ANSWER
 
 
