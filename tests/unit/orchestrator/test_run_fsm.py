@@ -209,5 +209,6 @@ class RunMachine(RuleBasedStateMachine):
             assert {stage.stage_index for stage in run.plan or []} <= run.stopped_stages
 
 
-RunMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestRunMachine = pytest.mark.spec("S1 6.4")(RunMachine.TestCase)
+@pytest.mark.spec("S1 6.4")
+class TestRunMachine(RunMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
