@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from common.messages.orchestrator import StageAssignment
 from services.orchestrator.run_fsm import OrchestratorRun
@@ -210,5 +210,5 @@ class RunMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.spec("S1 6.4")
-class TestRunMachine(RunMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+def test_any_observation_at_any_time_keeps_the_rules() -> None:
+    run_state_machine_as_test(RunMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
