@@ -304,6 +304,7 @@ class ActorSystem:
     def run(self, now_ms: int, wall_ms: int) -> None:
         """Fire due timers, then handle messages until none is left."""
         self.now_ms, self.wall_ms = now_ms, wall_ms
+        self._reap()
         due = sorted((at, address, key) for (address, key), at in self._timers.items() if at <= now_ms)
         for at, address, key in due:
             if self._timers.get((address, key)) == at:

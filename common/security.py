@@ -106,7 +106,7 @@ def read_bus_file(path: Path) -> BusFile:
         )
     except OSError as error:
         raise SecurityError(f"bus file {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, SecurityError):
             raise
         raise SecurityError(

@@ -39,7 +39,7 @@ class ViewTable:
     def change(self, changed: list[ViewItem], removed: list[bytes]) -> Delta | None:
         """Apply changes; the Delta to send to every watcher, or None when nothing is different."""
         real = [item for item in changed if self.items.get(item_key(item)) != item]
-        gone = [key for key in removed if key in self.items]
+        gone = [key for key in dict.fromkeys(removed) if key in self.items]
         if not real and not gone:
             return None
         for item in real:

@@ -173,9 +173,10 @@ class RouterActor(Actor):
         """A newer boot of a node: what the older one hosted is unroutable at once."""
         if boot <= self._boots.get(key, 0):
             return
+        if key in self._boots:
+            self._unwatch(key)
         self._boots[key] = boot
         self._change(self._routes, [], self._hosted(key, below=boot), ctx)
-        self._unwatch(key)
 
     def _gone(self, key: bytes, reason: str, ctx: Ctx) -> None:
         """Goodbye and revocation end the routes; silence does not (a frozen worker comes back by itself, and watches

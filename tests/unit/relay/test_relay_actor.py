@@ -1,0 +1,101 @@
+"""The relay's actor: it admits on its router's word and tells it who is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.addresses import NO_RUN, Plane, Role
+from common.broker import Admission, Broker, NodeBound, NodeGone
+from common.datagram import datagram_frame
+from common.effects import Exit, OwnerGone, SendFailed, StopSignal
+from common.messages.bus import Admit, Admitted, Hello, PeerDown, PeerUp, Revoke, Revoked
+from common.node import Identity
+from services.relay.core import OWED_MAX, RelayActor
+from tests.support.harness import Harness
+
+ROUTER, RELAY, AGENT = b"r" * 32, b"y" * 32, b"a" * 32
+
+
+class Relays:
+    def __init__(self) -> None:
+        self.broker = Broker(RELAY, 5, Role.RELAY, {ROUTER: Admission(Role.ROUTER)})
+        self.rig = Harness(RelayActor(self.broker), node=RELAY)
+
+    def tell(self, msg: Any, source: bytes = b"") -> list[tuple[bytes, Any]]:
+        self.rig.tell(msg, src=source, src_node=source)
+        return self.rig.sent()
+
+    def bind(self, key: bytes, boot: int = 1) -> list[tuple[bytes, Any]]:
+        """Hello at the core; its events go to the actor."""
+        hello = datagram_frame(Identity(key, Role.AGENT, boot, "n"), RELAY, Hello(boot=boot, logical_id="n"), id=1)
+        self.broker.on_frame(Plane.CONTROL, key[:2], lambda: key, hello, 0)
+        return self.events()
+
+    def events(self) -> list[tuple[bytes, Any]]:
+        events, self.broker.events = self.broker.events, []
+        return [item for event in events for item in self.tell(event)]
+
+    def admit(self, key: bytes = AGENT) -> list[tuple[bytes, Any]]:
+        return self.tell(Admit(key=key, role=Role.AGENT, run=NO_RUN, node_id=1), ROUTER)
+
+
+@pytest.mark.spec("S1 2.6")
+def test_a_worker_joins_after_its_admission_and_the_router_hears_of_it() -> None:
+    relays = Relays()
+    relays.bind(ROUTER)
+    assert not relays.broker.admits(AGENT)
+    assert relays.admit() == [(ROUTER, Admitted(key=AGENT))]
+    assert relays.bind(AGENT, 7) == [(ROUTER, PeerUp(node=AGENT, boot=7, role=Role.AGENT))]
+    assert relays.admit() == [(ROUTER, Admitted(key=AGENT))], "said again: the answer again"
+
+
+def test_a_restarted_router_is_told_who_is_bound() -> None:
+    relays = Relays()
+    relays.bind(ROUTER, 1)
+    relays.admit()
+    relays.bind(AGENT, 7)
+    assert relays.bind(ROUTER, 2) == [(ROUTER, PeerUp(node=AGENT, boot=7, role=Role.AGENT))]
+
+
+def test_revocation_ends_a_binding() -> None:
+    relays = Relays()
+    relays.bind(ROUTER)
+    relays.admit()
+    relays.bind(AGENT)
+    assert relays.tell(Revoke(key=AGENT), ROUTER) == [(ROUTER, Revoked(key=AGENT))]
+    assert relays.events() == [(ROUTER, PeerDown(node=AGENT, boot=1, reason="revoked"))]
+    assert relays.tell(Revoke(key=AGENT), ROUTER) == [(ROUTER, Revoked(key=AGENT))]
+
+
+def test_an_end_that_the_router_could_not_hear_of_is_said_when_it_is_back() -> None:
+    relays = Relays()
+    relays.bind(ROUTER)
+    down = PeerDown(node=AGENT, boot=1, reason="goodbye")
+    relays.tell(SendFailed(ROUTER, down, "unroutable"))
+    relays.tell(SendFailed(ROUTER, PeerDown(node=b"b" * 32, boot=1, reason="silent"), "peer_lost"))
+    relays.tell(SendFailed(ROUTER, PeerUp(node=AGENT, boot=1, role=Role.AGENT), "unroutable"))
+    assert relays.bind(ROUTER, 2) == [(ROUTER, down)]
+    assert relays.bind(ROUTER, 3) == []
+
+
+def test_what_is_owed_is_bounded() -> None:
+    relays = Relays()
+    for number in range(OWED_MAX + 9):
+        node = number.to_bytes(32, "big")
+        relays.tell(SendFailed(ROUTER, PeerDown(node=node, boot=1, reason="silent"), "unroutable"))
+    assert len(relays.bind(ROUTER)) == OWED_MAX
+
+
+def test_without_a_router_nobody_is_told() -> None:
+    relays = Relays()
+    assert relays.tell(NodeBound(AGENT, 1, Role.AGENT)) == []
+    assert relays.tell(NodeGone(AGENT, 1, "silent")) == []
+
+
+def test_it_ends_with_its_owner_or_a_signal() -> None:
+    for event in (OwnerGone(), StopSignal("SIGTERM", 1)):
+        relays = Relays()
+        relays.tell(event)
+        assert relays.rig.effects() == [Exit(0)]
