@@ -15,9 +15,12 @@ import numpy.typing as npt
 from common.gguf import GgufFile, ModelHeader
 from worker.engine import tinygrad_shim
 from worker.engine.chat_template import ChatTemplate
+from worker.engine.cpu_model import CpuPart
+from worker.engine.cpu_native import default_threads, load_kernels
+from worker.engine.cpu_plan import StagePlan
 from worker.engine.errors import ChatTemplateError, EngineError
 from worker.engine.generate import Generation
-from worker.engine.model import CHUNK, LlamaPart, Part, Progress, whole
+from worker.engine.parts import ModelPart, Part, Progress, check_part, whole
 from worker.engine.sampler import Sampling
 from worker.engine.tokenizer import EngineTokenizer
 
@@ -40,16 +43,30 @@ def context_size(header: ModelHeader, max_context: int | None) -> int:
     return max_context
 
 
+def load_part(
+    file: GgufFile, header: ModelHeader, part: Part, max_context: int, threads: int, progress: Progress
+) -> ModelPart:
+    """On the C kernels where they apply, else on the portable ones."""
+    check_part(header, part)
+    kernels = load_kernels()
+    if kernels is not None:
+        plan = StagePlan(file, header, part)
+        if plan.reason is None:
+            return CpuPart(plan, kernels, max_context, threads or default_threads(), progress)
+    from worker.engine.model import LlamaPart
+
+    return LlamaPart(file, header, part, max_context, progress)
+
+
 class Engine:
     """A model part ready to compute. Build it with `Engine.load`."""
 
-    chunk = CHUNK
-
-    def __init__(self, file: GgufFile, header: ModelHeader, model: LlamaPart, tokenizer: EngineTokenizer) -> None:
+    def __init__(self, file: GgufFile, header: ModelHeader, model: ModelPart, tokenizer: EngineTokenizer) -> None:
         self.header = header
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = model.max_context
+        self.chunk = model.chunk
         self._file = file
         self._template: ChatTemplate | ChatTemplateError | None = None
         if header.has_chat_template:
@@ -67,11 +84,12 @@ class Engine:
         max_context: int | None = None,
         part_of: Callable[[int], Part] | None = None,
         tokenizer_path: str | Path | None = None,
+        threads: int = 0,
         progress: Progress = _ignore,
     ) -> Engine:
         """Open, check and load; `progress("tensors", bytes done, bytes in all)` per tensor.
 
-        `part_of(block_count)` says which part to load; without it the whole model is.
+        `part_of(block_count)` says which part to load; without it the whole model is. `threads` 0: one per core.
 
         Raises GgufError, EngineError, or OSError where the file cannot be opened.
         """
@@ -84,7 +102,7 @@ class Engine:
             else:
                 tokenizer = EngineTokenizer.from_json(tokenizer_path, file)
             part = whole(header) if part_of is None else part_of(header.block_count)
-            model = LlamaPart(file, header, part, context, progress)
+            model = load_part(file, header, part, context, threads, progress)
         except BaseException:
             file.close()
             raise
@@ -122,9 +140,8 @@ class Engine:
         return self.encode(self.render_chat(turns), parse_special=True)
 
     def logits(self, ids: Sequence[int], start: int, tick: Callable[[], None] | None = None) -> F32:
-        """Run up to CHUNK tokens at positions start...; logits (vocabulary,) of the last. Whole models only."""
-        rows = self.model.run_blocks(self.model.embed(list(ids)), start, tick)
-        return self.model.run_head(rows[-1])
+        """Run up to `chunk` tokens at positions start...; logits (vocabulary,) of the last. Whole models only."""
+        return self.model.logits(list(ids), start, tick)
 
     def generate(
         self,
@@ -142,6 +159,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back; nothing of this engine may be used afterwards."""
+        self.model.close()
         del self.model
         self._file.close()
         tinygrad_shim.release_memory()

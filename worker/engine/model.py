@@ -12,7 +12,6 @@ dimension, C cache positions. Rows, norms and softmax are float32; weights and c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,40 +33,15 @@ from worker.engine.kernels import (
     Scores,
     Values,
 )
+from worker.engine.parts import Part, Progress, check_part, whole
 from worker.engine.tinygrad_shim import LANES, Step, Symbol, Tensor, dtypes
+
+__all__ = ["CHUNK", "LlamaPart", "Part", "Progress", "check_part", "whole"]
 
 CHUNK = 32  # rows of a prefill step; 32 to 64 is right on a CPU (reference/engine.md 4)
 SINGLE_ROWS_MAX = 8  # a padded chunk takes as long as some nine single rows
 HEAD_ROWS = 2048  # of the vocabulary matrix at once: it is the largest, and float32 would double it
 F32 = npt.NDArray[np.float32]
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of a model a stage holds: blocks [layer_start, layer_end_exclusive), S1 7.10."""
-
-    layer_start: int
-    layer_end_exclusive: int
-    with_embedding: bool
-    with_head: bool
-
-    @property
-    def layers(self) -> int:
-        return self.layer_end_exclusive - self.layer_start
-
-
-def whole(header: ModelHeader) -> Part:
-    return Part(0, header.block_count, True, True)
-
-
-def check_part(header: ModelHeader, part: Part) -> None:
-    """S1 10.8: a set but invalid range is an error that names both."""
-    if not 0 <= part.layer_start < part.layer_end_exclusive <= header.block_count:
-        raise EngineError(
-            f"layer range {part.layer_start}..{part.layer_end_exclusive} is not inside the model's "
-            f"{header.block_count} layers"
-        )
 
 
 def _round_up(value: int, step: int) -> int:
@@ -118,9 +92,12 @@ class Workspace:
 class LlamaPart:
     """A loaded part of a llama model with its key-value cache for one sequence of `max_context` positions."""
 
+    chunk = CHUNK
+
     def __init__(self, file: GgufFile, header: ModelHeader, part: Part, max_context: int, progress: Progress) -> None:
         check_part(header, part)
         self.header, self.part, self.max_context = header, part, max_context
+        self.backend = f"tinygrad {tg.device_name()}"
         self._file = file
         h = header
         count, width, ffn = part.layers, h.embedding_length, h.feed_forward_length
@@ -317,6 +294,13 @@ class LlamaPart:
             raise EngineError("this stage has no head")
         tg.write(self._spaces[1].state, np.ascontiguousarray(row, np.float32))
         return tg.read(self._head_step(), self.header.vocab_size)
+
+    def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
+        """Logits of the last of up to `chunk` tokens."""
+        return self.run_head(self.run_blocks(self.embed(ids), start, tick)[-1])
+
+    def close(self) -> None:
+        """Nothing to stop: the memory goes when the last reference goes."""
 
     def warm_up(self, progress: Progress) -> None:
         """Compile and capture every step (first call runs, second captures, third replays)."""

@@ -79,6 +79,7 @@ class EngineProcess:
         self._port = Port(descriptor, self._mailbox, self._tokenizer_work)
         self._role: ConfigureRole | None = None
         self._engine: Engine | None = None
+        self._threads = 0
         self._streams: dict[int, StreamDecoder] = {}
         self._handlers: dict[type[Message], Callable[..., None]] = {
             Initialize: self._initialize,
@@ -119,7 +120,7 @@ class EngineProcess:
         self._page.enter(Phase.IMPORTING)
         if message.device:
             os.environ["DEV"] = message.device
-        # message.threads has no effect here: a kernel of this backend runs on one core.
+        self._threads = message.threads or 0
         from worker.engine import engine, tinygrad_shim  # sets tinygrad's environment, then imports it
 
         assert engine is not None
@@ -135,7 +136,7 @@ class EngineProcess:
 
     def _load(self, message: LoadWeights) -> None:
         from worker.engine.engine import Engine
-        from worker.engine.model import Part
+        from worker.engine.parts import Part
         from worker.engine.sources import resolve_source
 
         role = self._role
@@ -159,6 +160,7 @@ class EngineProcess:
             max_context=message.max_context,
             part_of=part_of,
             tokenizer_path=message.tokenizer.path if isinstance(message.tokenizer, LocalPath) else None,
+            threads=self._threads,
             progress=report,
         )
         self._page.enter(Phase.WARMING_UP)

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.messages.node_agent import GgufSource, HuggingFaceGguf, LocalPath
 from worker.engine.errors import EngineError
-from worker.engine.model import Progress
+from worker.engine.parts import Progress
 
 
 def resolve_source(source: GgufSource, progress: Progress) -> Path:

@@ -11,6 +11,7 @@ and compiler, and a home directory shared between machines cannot hand out illeg
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -78,12 +79,15 @@ def _usable(cache: Path) -> bool:
 
 
 def _prepare_environment() -> list[str]:
-    """Set what tinygrad reads at import; gives the compiler, empty where the device needs none of ours.
+    """Set what tinygrad reads at import; gives the compiler, empty where there is none or none is needed.
 
     DEV, THREADS, CACHEDB and CACHELEVEL of the user are respected.
     """
     device = os.environ.setdefault("DEV", "CPU")
-    command = compiler_command() if device in ("CPU", "CPU:CLANG") else []
+    command: list[str] = []
+    if device in ("CPU", "CPU:CLANG"):
+        with contextlib.suppress(EngineError):  # the C kernels may come compiled; who needs it is told below
+            command = compiler_command()
     # Measured on two cores: handing a kernel to a second thread costs what it gains (50 us of 80).
     os.environ.setdefault("THREADS", "0")
     if "CACHEDB" not in os.environ:
@@ -99,6 +103,7 @@ _command = _prepare_environment()
 
 from tinygrad import Device, Tensor, TinyJit, Variable, dtypes  # noqa: E402
 from tinygrad.runtime.support import compiler_cpu  # noqa: E402
+from tinygrad.runtime.support.elf import jit_loader  # noqa: E402
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
 
 __all__ = ["LANES", "Array", "Expr", "Step", "Symbol", "Tensor", "dtypes"]
@@ -109,6 +114,8 @@ Expr: TypeAlias = Any  # a tinygrad UOp inside a kernel
 
 def _compile_to_object(self: Any, source: str) -> bytes:
     """tinygrad's own flags with the chosen compiler; -g0 because debug sections have unknown relocations."""
+    if not _command:
+        compiler_command()
     command = [
         *_command, "-c", "-x", "c", "-O2", "-g0", "-fPIC", "-ffreestanding", "-fno-math-errno", "-nostdlib",
         "-fno-ident", f"--target={self.arch}-none-unknown-elf", *self.args, "-", "-o", "-",
@@ -120,7 +127,7 @@ def _compile_to_object(self: Any, source: str) -> bytes:
     return result.stdout
 
 
-if _command:
+if os.environ["DEV"] in ("CPU", "CPU:CLANG"):
     compiler_cpu.ClangJITCompiler.compile_to_obj = _compile_to_object
 
 
@@ -221,6 +228,54 @@ def launch(kernel: Callable[..., Expr], target: Tensor, *inputs: Tensor, bound: 
     buffers = [target.uop, *(tensor.uop for tensor in inputs)]
     places = [UOp.placeholder_like(buffer, slot=index) for index, buffer in enumerate(buffers)]
     return Tensor(target.uop.after(kernel(*places).call(*buffers, *bound)))
+
+
+# -- native code ---------------------------------------------------------------------------------------------
+
+
+class Native:
+    """A compiled C object whose first function takes buffers, run by tinygrad as a program of its CPU device."""
+
+    def __init__(self, name: str, elf: bytes) -> None:
+        self._name, self._elf = name, elf
+        self._image = bytes(jit_loader(elf))
+        self._program = Device["CPU"].runtime(name, self._image)
+
+    def call(self, *addresses: int) -> None:
+        """Run it at once, on this thread, on memory addresses; the GIL is released meanwhile."""
+        self._program.fxn(*(ctypes.c_uint64(address) for address in addresses))
+
+    def launch(self, target: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Run it in a step on all of `tensors`; gives `target`, one of them, as it is afterwards."""
+        buffers = [tensor.uop for tensor in tensors]
+        places = [UOp.placeholder_like(buffer, slot=index) for index, buffer in enumerate(buffers)]
+        sink = UOp.sink(*places, arg=KernelInfo(name=self._name))
+        source = UOp(Ops.SOURCE, arg=f"{self._name} {hashlib.sha256(self._elf).hexdigest()}")
+        parts = (sink, UOp(Ops.DEVICE, arg="CPU"), UOp(Ops.LINEAR, src=(*places, sink)), source)
+        program = UOp(Ops.PROGRAM, src=(*parts, UOp(Ops.BINARY, arg=self._image)))
+        return Tensor(target.uop.after(program.call(*buffers)))
+
+
+def borrow(address: int, nbytes: int) -> Tensor:
+    """A tensor of bytes over memory that someone else owns and keeps longer than the tensor lives."""
+    return Tensor.from_blob(address, (nbytes,), dtype=dtypes.uint8, device="CPU")
+
+
+def address(tensor: Tensor) -> int:
+    """Where a CPU tensor's buffer lies."""
+    return int(tensor.uop.buffer._buf.va_addr)
+
+
+def view(tensor: Tensor) -> Array:
+    """A CPU tensor's memory as a numpy array of its dtype: reading and writing it costs no copy."""
+    nbytes = tensor.uop.buffer.nbytes
+    memory = (ctypes.c_uint8 * nbytes).from_address(address(tensor))
+    return np.frombuffer(memory, np.dtype(tensor.dtype.fmt))
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    Device[device_name()].synchronize()
 
 
 class Step:

@@ -185,10 +185,10 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     write_model(tmp_path / "b.gguf", TinySpec(layers=1), pre="deepseek-coder")
     with GgufFile.open(tmp_path / "b.gguf") as file, pytest.raises(UnsupportedTokenizerError, match="deepseek-coder"):
         file.check_supported()
-    write_model(tmp_path / "c.gguf", TinySpec(layers=1, kind="Q5_0"))
+    write_model(tmp_path / "c.gguf", TinySpec(layers=1, kind="TQ2_0", width=256, ffn=256))
     with (
         GgufFile.open(tmp_path / "c.gguf") as file,
-        pytest.raises(UnsupportedTensorTypeError, match=r"tensor token_embd\.weight has type Q5_0"),
+        pytest.raises(UnsupportedTensorTypeError, match=r"tensor token_embd\.weight has type TQ2_0"),
     ):
         file.check_supported()
 

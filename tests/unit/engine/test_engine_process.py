@@ -151,7 +151,7 @@ def test_the_progress_page_moves(link: EngineLink) -> None:
     assert phase == Phase.IDLE and time.monotonic_ns() - stamp < 60e9
     link.send(EngineInfer(request_id=13, prompt="Hi", max_tokens=2))
     link.until(EngineDone)
-    assert read_page(link.page)[1] > before + 30
+    assert read_page(link.page)[1] >= before + 4  # in, two steps, out
 
 
 def test_release_and_reset(link: EngineLink, model_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_nonsense_on_the_link_is_fatal_and_no_traceback(tmp_path: Path, data: by
 
 @pytest.mark.parametrize("device", ["", "CPU:X86"])
 def test_it_runs_without_any_program_on_the_path(tmp_path: Path, device: str) -> None:
-    """No clang anywhere: the ziglang wheel compiles; and tinygrad's own assembler needs no compiler at all."""
+    """No compiler anywhere: the ziglang wheel compiles the C kernels, under tinygrad's own assembler too."""
     from tests.unit.engine.tiny_model import TinySpec, write_model
 
     write_model(tmp_path / "m.gguf", TinySpec(layers=1))
@@ -233,8 +233,20 @@ def test_it_runs_without_any_program_on_the_path(tmp_path: Path, device: str) ->
         load(link, tmp_path / "m.gguf", device)
         link.send(EngineInfer(request_id=1, prompt="hello", raw=True, max_tokens=3))
         assert link.until(EngineDone)[0].finish_reason in ("length", "stop")
-    if not device:  # an assembler has nothing worth keeping
-        assert list((tmp_path / "cache" / "swactor-mq").glob("kernels-*.db"))
+    cache = tmp_path / "cache" / "swactor-mq"
+    assert list(cache.glob("weights-*"))
+
+
+def test_the_portable_kernels_need_no_program_either(tmp_path: Path) -> None:
+    """DEV=CPU:X86 is an assembler in Python; it has nothing worth keeping."""
+    from tests.unit.engine.tiny_model import TinySpec, write_model
+
+    write_model(tmp_path / "m.gguf", TinySpec(layers=1))
+    env = {"PATH": "", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "SMQ_ENGINE_KERNELS": "portable"}
+    with EngineLink(tmp_path / "log", env) as link:
+        load(link, tmp_path / "m.gguf", "CPU:X86")
+        link.send(EngineInfer(request_id=1, prompt="hello", raw=True, max_tokens=3))
+        assert link.until(EngineDone)[0].finish_reason in ("length", "stop")
 
 
 def test_the_command_line_says_what_it_needs() -> None:
@@ -247,7 +259,7 @@ def test_a_broken_kernel_cache_is_made_again(tmp_path: Path) -> None:
     from worker.engine import tinygrad_shim
 
     write_model(tmp_path / "m.gguf", TinySpec(layers=1))
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "SMQ_ENGINE_KERNELS": "portable"}
     env.pop("CACHEDB", None)
     name = tinygrad_shim._cache_file(tinygrad_shim.compiler_command()).name
     cache = tmp_path / "cache" / "swactor-mq" / name

@@ -1,0 +1,223 @@
+// The control block and the plan that Python writes (cpu_plan.py holds the same layouts), and the row-wise parts of
+// a block: norms, quantisation of activations, RoPE, attention.
+#ifndef SMQ_MODEL_H
+#define SMQ_MODEL_H
+#include "pool.h"
+#include "tiles.h"
+
+#define MAX_ROWS 64
+#define GROUP 6  // query rows that share one pass over keys and values
+
+typedef struct {
+  i64 offset, kind, rows, columns, bias;  // bytes into the weights; bias -1: none; kind -1: no matrix
+} Matrix;
+
+typedef struct {
+  i64 attn_norm, ffn_norm, q_norm, k_norm, post_attn_norm, post_ffn_norm;  // bytes into the weights, -1: none
+  i64 window, rope;                                                        // positions seen, 0: all; table number
+  Matrix q, k, v, out, gate, up, down;
+} Layer;
+
+typedef struct {
+  i64 width, ffn, heads, kv_heads, head_dim, rope_dim, positions, layers, activation, slots;
+  double epsilon, attn_scale;
+  i64 head_norm;
+  Matrix head;
+  Layer layer[];
+} Plan;
+
+enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_QUANTISE, OP_ROWS, OP_STOP };
+
+typedef struct {
+  i32 op, threads, rows, head_rows;  // head_rows: how many of the last rows get logits
+  i32 exit, skip_blocks;
+  i64 args[10];                      // of the small operations
+  void* shared[8];                   // the step's buffers, for the helpers
+  i32 position[MAX_ROWS], slot[MAX_ROWS];
+  Signal step __attribute__((aligned(64)));
+} Control;
+
+// Per-thread: activations of one row, a normed row, scores of a group.
+#define PHASES 12  // of a block at most; the head has two
+
+typedef struct {
+  Phase* phases;  // zeroed once by Python: they lie first
+  float *qkv, *mixed, *hidden, *temp, *normed;
+  Act act;      // shared by all threads, for many rows
+  Act own;      // this thread's, for one row
+  float* scores;
+  i64 score_stride;
+} Scratch;
+
+AI i64 max_i(i64 a, i64 b) { return a > b ? a : b; }
+AI char* take(char** at, i64 bytes) {
+  char* p = *at;
+  *at += (bytes + 63) / 64 * 64;
+  return p;
+}
+AI Act take_act(char** at, i64 rows, i64 columns) {
+  Act a = {0};
+  a.q = (i8*)take(at, rows * columns);
+  a.d = (float*)take(at, rows * columns / 32 * 4);
+  a.s = (float*)take(at, rows * columns / 32 * 4);
+  a.s16 = (float*)take(at, rows * columns / 16 * 4);
+  return a;
+}
+AI i64 qkv_width(const Plan* p) { return (p->heads + 2 * p->kv_heads) * p->head_dim; }
+
+// Lays the scratch out from `base`; gives the bytes it needs for all threads (base 0: only the size).
+AI i64 lay_out(const Plan* p, char* base, int tid, int threads, Scratch* s) {
+  char* at = base;
+  i64 widest = max_i(max_i(p->width, p->ffn), p->heads * p->head_dim);
+  s->phases = (Phase*)take(&at, (p->layers + 1) * PHASES * (i64)sizeof(Phase));
+  s->qkv = (float*)take(&at, MAX_ROWS * qkv_width(p) * 4);
+  s->mixed = (float*)take(&at, MAX_ROWS * p->heads * p->head_dim * 4);
+  s->hidden = (float*)take(&at, MAX_ROWS * p->ffn * 4);
+  s->temp = (float*)take(&at, MAX_ROWS * p->width * 4);
+  s->normed = (float*)take(&at, MAX_ROWS * p->width * 4);
+  s->act = take_act(&at, MAX_ROWS, widest);
+  char* mine = at;
+  s->score_stride = (p->positions + 15) / 16 * 16;
+  for (int t = 0; t <= tid; t++) {
+    mine = at;
+    s->own = take_act(&mine, 1, widest);
+    s->own.x = (float*)take(&mine, widest * 4);
+    s->scores = (float*)take(&mine, GROUP * s->score_stride * 4);
+    if (t < tid) at = mine;
+  }
+  return (mine - at) * threads + (at - base);
+}
+
+// -- rows ------------------------------------------------------------------------------------------------------
+
+AI void norm_row(const float* x, const float* weight, float* out, i64 n, float epsilon) {
+  nf sum = bcast(0);
+  for (i64 i = 0; i < n; i += VL) {
+    nf v = load(x + i);
+    sum = fma_v(v, v, sum);
+  }
+  float scale = 1.0f / root(sum_v(sum) / (float)n + epsilon);
+  for (i64 i = 0; i < n; i += VL) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+AI void quantise_row(const float* x, const Act* a, i64 row) {
+  const i64 blocks = a->columns / 32;
+  for (i64 b = 0; b < blocks; b++) {
+    const float* p = x + b * 32;
+    nf top = bcast(0);
+    for (int i = 0; i < 32; i += VL) top = max_v(top, abs_v(load(p + i)));
+    float most = max_of(top), d = most / 127.0f, inverse = 127.0f / most;
+    if (!(most > 1e-30f)) d = 0, inverse = 0;  // 1 / d would overflow
+    i8* q = a->q + row * a->columns + b * 32;
+    i32 sums[2];
+    for (int half = 0; half < 2; half++) {
+      ni sum = bcast_i(0);
+      for (int i = 0; i < 16; i += VL) {
+        ni v = (ni)(load(p + 16 * half + i) * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+        sum += v;
+#if SMQ_AVX512
+        _mm_storeu_si128((__m128i*)(q + 16 * half), _mm512_cvtepi32_epi8((__m512i)v));
+#else
+        for (int j = 0; j < VL; j++) q[16 * half + i + j] = (i8)v[j];
+#endif
+      }
+      sums[half] = sum_i(sum);
+      a->s16[(row * blocks + b) * 2 + half] = d * (float)sums[half];
+    }
+    a->d[row * blocks + b] = d;
+    a->s[row * blocks + b] = d * (float)(sums[0] + sums[1]);
+  }
+}
+
+// The second half of a head's rotary part belongs to the first: (a, b) -> (a cos - b sin, b cos + a sin).
+AI void rotate(float* v, const float* table, i64 half) {
+  for (i64 i = 0; i + VL <= half; i += VL) {
+    nf a = load(v + i), b = load(v + half + i), c = load(table + i), s = load(table + half + i);
+    store(v + i, (a * c - b * s));
+    store(v + half + i, (b * c + a * s));
+  }
+  for (i64 i = half / VL * VL; i < half; i++) {
+    float a = v[i], b = v[half + i], c = table[i], s = table[half + i];
+    v[i] = a * c - b * s;
+    v[half + i] = b * c + a * s;
+  }
+}
+
+// -- attention ---------------------------------------------------------------------------------------------------
+
+typedef struct {
+  const float* q;
+  float* out;
+  i64 first, last;  // positions seen
+} Query;
+
+// keys [positions / 16][head_dim][16], values [positions][head_dim]: float16, of one key-value head and slot.
+AI void attend_rows(const Query* query, const int n, const u16* keys, const u16* values, i64 head_dim, float scale,
+                    float* scores, i64 stride) {
+  i64 first = query[0].first, last = query[0].last;
+  for (int r = 1; r < n; r++) {
+    if (query[r].first < first) first = query[r].first;
+    if (query[r].last > last) last = query[r].last;
+  }
+  const i64 from = first / ROWS, to = last / ROWS;
+  for (i64 t = from; t <= to; t++) {
+    const u16* key = keys + t * head_dim * ROWS;
+    for (int part = 0; part < PARTS; part++) {
+      nf acc[n];
+      for (int r = 0; r < n; r++) acc[r] = bcast(0);
+      for (i64 d = 0; d < head_dim; d++) {
+        nf k = load_half(key + d * ROWS + part * VL);
+        for (int r = 0; r < n; r++) acc[r] = fma_v(bcast(query[r].q[d]), k, acc[r]);
+      }
+      for (int r = 0; r < n; r++) store(scores + r * stride + t * ROWS + part * VL, acc[r] * scale);
+    }
+  }
+  float share[n];
+  for (int r = 0; r < n; r++) {
+    float* s = scores + r * stride;
+    const i64 a = query[r].first, b = query[r].last, begin = from * ROWS, end = (to + 1) * ROWS;
+    for (i64 j = begin; j < a; j++) s[j] = -1e30f;
+    for (i64 j = b + 1; j < end; j++) s[j] = -1e30f;
+    nf top = bcast(-1e30f), sum = bcast(0);
+    for (i64 j = begin; j < end; j += VL) top = max_v(top, load(s + j));
+    const float most = max_of(top);
+    for (i64 j = begin; j < end; j += VL) {
+      nf e = exp_v(load(s + j) - most);
+      store(s + j, e);
+      sum += e;
+    }
+    share[r] = 1.0f / sum_v(sum);
+  }
+  for (i64 d = 0; d < head_dim; d += 16) {
+    nf acc[n][PARTS];
+    for (int r = 0; r < n; r++)
+      for (int part = 0; part < PARTS; part++) acc[r][part] = bcast(0);
+    for (i64 j = first; j <= last; j++) {
+      const u16* value = values + j * head_dim + d;
+      for (int part = 0; part < PARTS; part++) {
+        nf v = load_half(value + part * VL);
+        for (int r = 0; r < n; r++) acc[r][part] = fma_v(bcast(scores[r * stride + j]), v, acc[r][part]);
+      }
+    }
+    for (int r = 0; r < n; r++)
+      for (int part = 0; part < PARTS; part++) store(query[r].out + d + part * VL, acc[r][part] * share[r]);
+  }
+}
+
+#define ATTEND(n)                                                                                               \
+  NI void attend_##n(const Query* q, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride) {  \
+    attend_rows(q, n, k, v, dim, scale, s, stride);                                                             \
+  }
+ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6)
+
+AI void attend(const Query* q, int n, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride) {
+  switch (n) {
+    case 1: attend_1(q, k, v, dim, scale, s, stride); return;
+    case 2: attend_2(q, k, v, dim, scale, s, stride); return;
+    case 3: attend_3(q, k, v, dim, scale, s, stride); return;
+    case 4: attend_4(q, k, v, dim, scale, s, stride); return;
+    case 5: attend_5(q, k, v, dim, scale, s, stride); return;
+    default: attend_6(q, k, v, dim, scale, s, stride); return;
+  }
+}
+#endif

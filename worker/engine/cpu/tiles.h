@@ -1,0 +1,289 @@
+// Weight tiles: 16 rows x 32 columns (or a super-block of 256), and their product with int8 activations.
+//
+// Vector i of a tile (64 bytes) holds columns 4i..4i+3 of the 16 rows, row-major: what one dpbusd, maddubs or sdot
+// wants. Codes of up to 6 bits lie as nibbles (vector i in the low, i + 4 in the high half of 64 bytes), the bits
+// above in planes behind them. Repacking is lossless: scales keep their float16 or their super-block integers.
+#ifndef SMQ_TILES_H
+#define SMQ_TILES_H
+#include "base.h"
+
+enum { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, KINDS };
+
+// Columns of a unit, bytes of 32 columns' codes, bytes of a unit's scales; 16 rows of one unit lie together.
+AI int unit_columns(int kind) { return kind >= Q2_K ? 256 : 32; }
+AI int code_bytes(int kind) {
+  switch (kind) {
+    case F32: return 2048;
+    case F16: case BF16: return 1024;
+    case Q5_0: case Q5_1: case Q5_K: return 320;
+    case Q6_K: return 384;
+    case Q8_0: return 512;
+    default: return 256;
+  }
+}
+AI int scale_bytes(int kind) {
+  switch (kind) {
+    case F32: case F16: case BF16: return 0;
+    case Q4_1: case Q5_1: return 64;
+    case Q4_K: case Q5_K: return 64 + 256;   // d, dmin; 8 scales, 8 minima
+    case Q2_K: return 64 + 512;              // d, dmin; 16 scales, 16 minima
+    case Q3_K: case Q6_K: return 32 + 256;   // d; 16 scales
+    case IQ4_XS: return 32 + 128;            // d; 8 scales
+    default: return 32;
+  }
+}
+AI i64 unit_bytes(int kind) { return (i64)code_bytes(kind) * (unit_columns(kind) / 32) + scale_bytes(kind); }
+AI i64 tile_bytes(int kind, i64 columns) { return columns / unit_columns(kind) * unit_bytes(kind); }
+AI int code_bits(int kind) {
+  switch (kind) {
+    case Q5_0: case Q5_1: case Q5_K: return 5;
+    case Q6_K: return 6;
+    case Q8_0: case IQ4_NL: case IQ4_XS: return 8;
+    default: return 4;
+  }
+}
+// What is subtracted from a code; dpbusd takes 8-bit codes unsigned, the other instructions take them signed.
+AI float code_offset(int kind) {
+  switch (kind) {
+    case Q4_0: return 8;
+    case Q5_0: return 16;
+    case Q6_K: return 32;
+    case Q3_K: return 4;
+#if SMQ_AVX512
+    case Q8_0: case IQ4_NL: case IQ4_XS: return 128;
+#endif
+    default: return 0;
+  }
+}
+
+static const i8 IQ4_VALUES[16] __attribute__((aligned(16))) = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                               1,    13,   25,  38,  53,  69,  89,  113};
+
+AI nb iq4_codes(nb nibbles) {
+#if SMQ_AVX512
+  __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)IQ4_VALUES));
+  return (nb)_mm512_shuffle_epi8(table, (__m512i)nibbles) ^ 0x80;
+#elif SMQ_AVX2
+  __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)IQ4_VALUES));
+  return (nb)_mm256_shuffle_epi8(table, (__m256i)nibbles);
+#elif SMQ_NEON
+  return (nb)vqtbl1q_u8(vld1q_u8((const u8*)IQ4_VALUES), (uint8x16_t)nibbles);
+#else
+  nb out = {0};
+  for (int i = 0; i < W; i++) out[i] = (u8)IQ4_VALUES[nibbles[i]];
+  return out;
+#endif
+}
+
+AI nb shift_left(nb v, int n) { return (nb)((nuh)v << n); }
+AI nb shift_right(nb v, int n) { return (nb)((nuh)v >> n); }
+
+// The codes of 32 columns, part `part` of the rows.
+AI void expand(const int kind, const u8* w, int part, nb v[8]) {
+  w += part * W;
+  if (kind == Q8_0) {
+    for (int i = 0; i < 8; i++) {
+      v[i] = load_bytes(w + 64 * i);
+#if !SMQ_AVX512
+      v[i] ^= 0x80;
+#endif
+    }
+    return;
+  }
+  for (int i = 0; i < 4; i++) {
+    nb both = load_bytes(w + 64 * i);
+    v[i] = both & 15;
+    v[i + 4] = shift_right(both, 4) & 15;
+  }
+  if (code_bits(kind) == 5) {
+    nb high = load_bytes(w + 256);
+    for (int i = 0; i < 8; i++) v[i] |= (i < 4 ? shift_left(high, 4 - i) : shift_right(high, i - 4)) & 0x10;
+  }
+  if (code_bits(kind) == 6)
+    for (int half = 0; half < 2; half++) {
+      nb high = load_bytes(w + 256 + 64 * half);
+      for (int i = 0; i < 4; i++)
+        v[4 * half + i] |= (i < 2 ? shift_left(high, 4 - 2 * i) : shift_right(high, 2 * i - 4)) & 0x30;
+    }
+  if (kind == IQ4_NL || kind == IQ4_XS)
+    for (int i = 0; i < 8; i++) v[i] = iq4_codes(v[i]);
+}
+
+// Sum over `groups` times 4 columns of code * activation, exact in int32; x are the activations of these columns.
+AI ni dot(const nb* v, const i8* x, const int groups, const int bits) {
+  const i32_u* x4 = (const i32_u*)x;
+  (void)bits;
+#if SMQ_AVX512
+  __m512i a = _mm512_setzero_si512(), b = a;
+  for (int g = 0; g < groups; g += 2) {
+    a = _mm512_dpbusd_epi32(a, (__m512i)v[g], _mm512_set1_epi32(x4[g]));
+    b = _mm512_dpbusd_epi32(b, (__m512i)v[g + 1], _mm512_set1_epi32(x4[g + 1]));
+  }
+  return (ni)_mm512_add_epi32(a, b);
+#elif SMQ_AVX2
+  // The int16 sums hold: 15*127*2*8, 31*127*2*4, 63*127*2*2 and 128*127*2 are all below 32768.
+  const int run = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+  __m256i one = _mm256_set1_epi16(1), wide = _mm256_setzero_si256(), narrow = wide;
+  for (int g = 0; g < groups; g++) {
+    __m256i w = (__m256i)v[g], xb = _mm256_set1_epi32(x4[g]);
+    if (bits == 8) {
+      xb = _mm256_sign_epi8(xb, w);
+      w = _mm256_abs_epi8(w);
+    }
+    __m256i product = _mm256_maddubs_epi16(w, xb);
+    narrow = g % run ? _mm256_add_epi16(narrow, product) : product;
+    if (g % run == run - 1 || g == groups - 1) wide = _mm256_add_epi32(wide, _mm256_madd_epi16(narrow, one));
+  }
+  return (ni)wide;
+#elif SMQ_NEON && defined(__ARM_FEATURE_DOTPROD)
+  int32x4_t a = vdupq_n_s32(0);
+  for (int g = 0; g < groups; g++)
+    a = vdotq_s32(a, (int8x16_t)v[g], vreinterpretq_s8_s32(vdupq_n_s32(x4[g])));
+  return (ni)a;
+#else
+  const int run = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+  ni wide = (ni){0};
+  nh narrow = (nh){0};
+  for (int g = 0; g < groups; g++) {
+    nh w = (nh)v[g], xb = (nh)bcast_i(x4[g]);
+    nh even = bits == 8 ? (nh)(w << 8) >> 8 : w & 0xff, odd = bits == 8 ? w >> 8 : (nh)((nuh)w >> 8);
+    nh product = even * ((nh)(xb << 8) >> 8) + odd * (xb >> 8);
+    narrow = g % run ? narrow + product : product;
+    if (g % run == run - 1 || g == groups - 1) {
+      ni pairs = (ni)narrow;
+      wide += ((ni)(pairs << 16) >> 16) + (pairs >> 16);
+    }
+  }
+  return wide;
+#endif
+}
+
+// Quantised activations of M rows with K columns: q [M][K], per 32 columns the scale d [M][K/32] and d times the
+// sum of q, per 16 columns the same sum in s16; x [M][K] are the unquantised rows for float weights.
+typedef struct {
+  i8* q;
+  float *d, *s, *s16;
+  const float* x;
+  i64 columns;
+} Act;
+
+#define PREFETCH_BYTES 2048
+
+AI void prefetch(const u8* w, i64 bytes) {
+  for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(w + PREFETCH_BYTES + i, 0, 3);
+}
+
+// out [TM][16] = the tile's 16 rows times rows m..m+TM of x.
+AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM, float* out) {
+  const i64 K = x->columns, blocks = K / 32, units = K / unit_columns(kind);
+  const int bits = code_bits(kind), codes = code_bytes(kind);
+  const float offset = code_offset(kind);
+  for (int part = 0; part < PARTS; part++) {
+    nf acc[TM];
+    for (int t = 0; t < TM; t++) acc[t] = bcast(0);
+    const u8* at = w;
+    for (i64 u = 0; u < units; u++, at += unit_bytes(kind)) {
+      if (TM == 1 && part == 0 && unit_columns(kind) == 32) prefetch(at, unit_bytes(kind));
+      if (kind <= BF16) {
+        const float* row = x->x + m * K + u * 32;
+        for (int k = 0; k < 32; k++) {
+          nf weight = {0};
+          if (kind == F32) weight = load((const float*)at + k * ROWS + part * VL);
+          if (kind == F16) weight = load_half(at + (k * ROWS + part * VL) * 2);
+          if (kind == BF16) {
+            const u16_u* p = (const u16_u*)at + k * ROWS + part * VL;
+            nu raw = {0};
+            for (int i = 0; i < VL; i++) raw[i] = (u32)p[i] << 16;
+            weight = (nf)raw;
+          }
+          for (int t = 0; t < TM; t++) acc[t] = fma_v(weight, bcast(row[t * K + k]), acc[t]);
+        }
+        continue;
+      }
+      const int subs = unit_columns(kind) / 32;
+      const u8* scales = at + (i64)codes * subs;
+      nf d = load_half(scales + part * VL * 2), low = bcast(0);
+      if (kind == Q4_1 || kind == Q5_1) low = load_half(scales + 32 + part * VL * 2);
+      if (kind == Q2_K || kind == Q4_K || kind == Q5_K) low = -load_half(scales + 32 + part * VL * 2);
+      const u8* fine = scales + (kind == Q2_K || kind == Q4_K || kind == Q5_K ? 64 : 32) + part * VL;
+      for (int sub = 0; sub < subs; sub++) {
+        if (TM == 1 && part == 0 && subs > 1) prefetch(at + sub * codes, codes);
+        nb v[8];
+        expand(kind, at + sub * codes, part, v);
+        const i64 block = m * blocks + u * subs + sub;
+        const i8* q = x->q + block * 32;
+        if (kind == Q6_K || kind == Q3_K || kind == Q2_K) {  // a scale for each 16 columns
+          nf d0, d1, low0 = bcast(0), low1 = bcast(0);
+          if (kind == Q2_K) {
+            d0 = d * load_u8(fine + 32 * sub), d1 = d * load_u8(fine + 32 * sub + 16);
+            low0 = low * load_u8(fine + 256 + 32 * sub), low1 = low * load_u8(fine + 256 + 32 * sub + 16);
+          } else {
+            d0 = d * load_i8(fine + 32 * sub), d1 = d * load_i8(fine + 32 * sub + 16);
+          }
+          for (int t = 0; t < TM; t++) {
+            const float xd = x->d[block + t * blocks], *s = x->s16 + (block + t * blocks) * 2;
+            nf f0 = to_float(dot(v, q + t * K, 4, bits)), f1 = to_float(dot(v + 4, q + t * K + 16, 4, bits));
+            f0 = fma_v(f0, bcast(xd), bcast(-offset * s[0])), f1 = fma_v(f1, bcast(xd), bcast(-offset * s[1]));
+            acc[t] = fma_v(f0, d0, acc[t]), acc[t] = fma_v(f1, d1, acc[t]);
+            if (kind == Q2_K) acc[t] = fma_v(low0, bcast(s[0]), acc[t]), acc[t] = fma_v(low1, bcast(s[1]), acc[t]);
+          }
+          continue;
+        }
+        nf scale = d, least = low;
+        if (kind == Q4_K || kind == Q5_K) scale = d * load_u8(fine + 16 * sub), least = low * load_u8(fine + 128 + 16 * sub);
+        if (kind == IQ4_XS) scale = d * load_i8(fine + 16 * sub);
+        for (int t = 0; t < TM; t++) {
+          const float xd = x->d[block + t * blocks], s = x->s[block + t * blocks];
+          nf f = to_float(dot(v, q + t * K, 8, bits));
+          if (offset != 0) {
+            acc[t] = fma_v(fma_v(f, bcast(xd), bcast(-offset * s)), scale, acc[t]);
+          } else {
+            acc[t] = fma_v(f, scale * bcast(xd), acc[t]);
+            if (kind != Q8_0 && kind != IQ4_NL && kind != IQ4_XS) acc[t] = fma_v(least, bcast(s), acc[t]);
+          }
+        }
+      }
+    }
+    for (int t = 0; t < TM; t++) store(out + t * ROWS + part * VL, acc[t]);
+  }
+}
+
+#if SMQ_AVX512
+#define TM_MAX 8
+#else
+#define TM_MAX 4
+#endif
+
+#define TILE(kind)                                                                   \
+  NI void tile_##kind(const u8* w, const Act* x, i64 m, int tm, float* out) {        \
+    if (tm == TM_MAX) tile_rows(kind, w, x, m, TM_MAX, out);                         \
+    else if (tm == 2) tile_rows(kind, w, x, m, 2, out);                              \
+    else tile_rows(kind, w, x, m, 1, out);                                           \
+  }
+
+TILE(F32) TILE(F16) TILE(BF16) TILE(Q4_0) TILE(Q4_1) TILE(Q5_0) TILE(Q5_1) TILE(Q8_0) TILE(IQ4_NL)
+TILE(Q2_K) TILE(Q3_K) TILE(Q4_K) TILE(Q5_K) TILE(Q6_K) TILE(IQ4_XS)
+
+// How many of the remaining rows the next call takes.
+AI int rows_at_once(i64 left) { return left >= TM_MAX ? TM_MAX : left >= 2 ? 2 : 1; }
+
+AI void tile(int kind, const u8* w, const Act* x, i64 m, int tm, float* out) {
+  switch (kind) {
+    case F32: tile_F32(w, x, m, tm, out); return;
+    case F16: tile_F16(w, x, m, tm, out); return;
+    case BF16: tile_BF16(w, x, m, tm, out); return;
+    case Q4_0: tile_Q4_0(w, x, m, tm, out); return;
+    case Q4_1: tile_Q4_1(w, x, m, tm, out); return;
+    case Q5_0: tile_Q5_0(w, x, m, tm, out); return;
+    case Q5_1: tile_Q5_1(w, x, m, tm, out); return;
+    case Q8_0: tile_Q8_0(w, x, m, tm, out); return;
+    case IQ4_NL: tile_IQ4_NL(w, x, m, tm, out); return;
+    case Q2_K: tile_Q2_K(w, x, m, tm, out); return;
+    case Q3_K: tile_Q3_K(w, x, m, tm, out); return;
+    case Q4_K: tile_Q4_K(w, x, m, tm, out); return;
+    case Q5_K: tile_Q5_K(w, x, m, tm, out); return;
+    case Q6_K: tile_Q6_K(w, x, m, tm, out); return;
+    default: tile_IQ4_XS(w, x, m, tm, out); return;
+  }
+}
+#endif

@@ -1,0 +1,161 @@
+"""A part of a model on the C kernels: tinygrad buffers, one captured program for all its blocks and the head.
+
+What the kernels compute is bit-identical for any cut into chunks and stages and any number of threads, on one
+instruction set: every sum has one order. Rows are float32, keys and values float16, weights as in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.gguf import GgufFile, ModelHeader
+from common.gguf_quants import dequantise_rows
+from worker.engine import tinygrad_shim as tg
+from worker.engine.cpu_cache import load_arena
+from worker.engine.cpu_native import PHASE_BYTES, Kernels, Team, control_tensor
+from worker.engine.cpu_plan import ROWS_MAX, StagePlan
+from worker.engine.errors import EngineError
+from worker.engine.parts import F32, Part, Progress, check_part
+from worker.engine.tinygrad_shim import dtypes
+
+
+class CpuPart:
+    """A loaded part with a key-value cache for `slots` sequences of `max_context` positions each."""
+
+    chunk = ROWS_MAX
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        kernels: Kernels,
+        max_context: int,
+        threads: int,
+        progress: Progress,
+        slots: int = 1,
+    ) -> None:
+        self.header: ModelHeader = plan.header
+        self.part: Part = plan.part
+        check_part(self.header, self.part)
+        self.max_context, self.slots = max_context, slots
+        self.backend = f"c {kernels.instruction_set}, {threads} threads"
+        self._file: GgufFile = plan.file
+        h = self.header
+        positions = -(-max_context // 16) * 16
+        self._arena = load_arena(plan, kernels, threads, progress)
+        packed = np.frombuffer(plan.pack(positions, slots), np.uint8)
+        plan_tensor = tg.allocate((len(packed),), dtypes.uint8)
+        tg.view(plan_tensor)[:] = packed
+        cache = slots * self.part.layers * 2 * h.key_value_width * positions
+        self._cache = tg.allocate((cache,), dtypes.uint16)
+        scratch = tg.allocate((kernels.scratch_bytes(tg.address(plan_tensor), threads),), dtypes.uint8)
+        tg.view(scratch)[: PHASE_BYTES * (self.part.layers + 1)] = 0
+        tables = plan.rope_tables(positions)
+        rope = tg.allocate((tables.size,), dtypes.float32)
+        tg.view(rope)[:] = tables.reshape(-1)
+        self._padded_vocab = -(-h.vocab_size // 16) * 16 if self.part.with_head else 0
+        logits = tg.allocate((max(1, slots * self._padded_vocab),), dtypes.float32)
+        state = tg.allocate((ROWS_MAX * h.embedding_length,), dtypes.float32)
+        weights = tg.borrow(self._arena.address, self._arena.nbytes)
+        self._state = tg.view(state).reshape(ROWS_MAX, h.embedding_length)
+        self._logits = tg.view(logits)
+        self._team = Team(
+            kernels, [control_tensor(), state, weights, plan_tensor, self._cache, scratch, rope, logits], threads
+        )
+        self._scale = math.sqrt(h.embedding_length) if plan.arch.scaled_embedding else 1.0
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the matrices and norms in tiles."""
+        return self._arena.nbytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes reserved by the key-value cache; they become resident as the context fills."""
+        return int(self._cache.nbytes())
+
+    def embed(self, ids: list[int]) -> F32:
+        """Rows of the embedding, (len(ids), width); only those rows of the file are read."""
+        rows = dequantise_rows(self._file, "token_embd.weight", np.asarray(ids, np.int64))
+        if self._scale != 1.0:
+            rows *= np.float32(self._scale)
+        return rows
+
+    def use_threads(self, threads: int) -> None:
+        """Work with fewer threads than the part was loaded for."""
+        if not 1 <= threads <= self._team.threads:
+            raise EngineError(f"{threads} threads, but the part was loaded for 1 to {self._team.threads}")
+        self._team.control.head[1] = threads
+
+    def _run(self, count: int, head_rows: int, skip_blocks: bool = False) -> None:
+        head = self._team.control.head
+        head[2], head[3], head[5] = count, head_rows, int(skip_blocks)
+        self._team.step()
+
+    def _enter(self, rows: F32, positions: Sequence[int] | range, slots: int | Sequence[int]) -> None:
+        count = len(rows)
+        self._state[:count] = rows
+        control = self._team.control
+        control.positions[:count] = positions
+        control.slots[:count] = slots
+
+    def _check(self, count: int, start: int) -> None:
+        if not 1 <= count <= ROWS_MAX or start < 0 or start + count > self.max_context:
+            raise EngineError(f"{count} rows at position {start} do not fit the context of {self.max_context}")
+
+    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """All blocks on up to `chunk` rows at positions start...; returns rows of the same shape."""
+        count = len(rows)
+        self._check(count, start)
+        self._enter(rows, range(start, start + count), 0)
+        self._run(count, 0)
+        if tick is not None:
+            tick()
+        return self._state[:count].copy()
+
+    def run_head(self, row: F32) -> F32:
+        """Logits (vocabulary,) of one row (width,)."""
+        self._need_head()
+        self._state[0] = row
+        self._run(1, 1, skip_blocks=True)
+        return self._logits[: self.header.vocab_size].copy()
+
+    def _need_head(self) -> None:
+        if not self.part.with_head:
+            raise EngineError("this stage has no head")
+
+    def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
+        """Logits (vocabulary,) of the last of up to `chunk` tokens in one step."""
+        self._need_head()
+        count = len(ids)
+        self._check(count, start)
+        self._enter(self.embed(ids), range(start, start + count), 0)
+        self._run(count, 1)
+        if tick is not None:
+            tick()
+        return self._logits[: self.header.vocab_size].copy()
+
+    def batch_logits(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> F32:
+        """One token of each of several sequences in one step; logits (len(ids), vocabulary), valid until the next."""
+        self._need_head()
+        count = len(ids)
+        if not 1 <= count <= self.slots or len(set(slots)) != count or not all(0 <= s < self.slots for s in slots):
+            raise EngineError(f"{count} sequences in slots {list(slots)}, but the cache has {self.slots}")
+        self._check(count, 0)
+        if not all(0 <= position < self.max_context for position in positions):
+            raise EngineError(f"a position of {list(positions)} is outside the context of {self.max_context}")
+        self._enter(self.embed(list(ids)), positions, slots)
+        self._run(count, count)
+        return self._logits.reshape(self.slots, -1)[:count, : self.header.vocab_size]
+
+    def warm_up(self, progress: Progress) -> None:
+        """Capture the step and touch what a first prompt needs (first call runs, second captures)."""
+        for done in (1, 2):
+            self._enter(np.zeros((1, self.header.embedding_length), np.float32), [0], 0)
+            self._run(1, int(self.part.with_head))
+            progress("warm_up", done, 2)
+
+    def close(self) -> None:
+        self._team.close()

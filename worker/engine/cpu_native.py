@@ -1,0 +1,167 @@
+"""The C kernels as Python calls: the control block of cpu/model.h, the small operations, and the helper threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.engine import tinygrad_shim as tg
+from worker.engine.cpu_objects import CompileError, chosen, find_object
+from worker.engine.cpu_plan import ROWS_MAX
+from worker.engine.tinygrad_shim import Tensor, dtypes
+
+_STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP = range(1, 10)
+CONTROL_BYTES = 768
+PHASE_BYTES = 12 * 64  # of a block, at the start of the scratch memory
+_ARGS, _POSITIONS = 24, 168  # byte offsets within the control block
+
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+
+
+class Control:
+    """One control block; each thread that calls the kernels by itself needs its own."""
+
+    def __init__(self, address: int, memory: npt.NDArray[np.uint8]) -> None:
+        self.address, self._memory = address, memory
+        words = memory.view(np.int32)
+        self.head = words[:6]  # op, threads, rows, head_rows, exit, skip_blocks
+        self.args = memory[_ARGS : _ARGS + 80].view(np.int64)
+        self.positions = memory[_POSITIONS : _POSITIONS + 4 * ROWS_MAX].view(np.int32)
+        self.slots = memory[_POSITIONS + 4 * ROWS_MAX : _POSITIONS + 8 * ROWS_MAX].view(np.int32)
+
+    @classmethod
+    def private(cls) -> Control:
+        raw = np.zeros(CONTROL_BYTES + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return cls(raw.ctypes.data + start, raw[start : start + CONTROL_BYTES])
+
+    @classmethod
+    def in_tensor(cls, tensor: Tensor) -> Control:
+        memory = tg.view(tensor)
+        memory[:] = 0
+        return cls(tg.address(tensor), memory)
+
+
+class Kernels:
+    """The compiled kernels of one instruction set."""
+
+    def __init__(self, instruction_set: str, elf: bytes, origin: str) -> None:
+        self.instruction_set, self.origin = instruction_set, origin
+        self.native = tg.Native("swactor_step", elf)
+
+    def run(self, op: int, args: Sequence[int], first: int = 0, second: int = 0, plan: int = 0) -> Control:
+        """A small operation with its own control block, on this thread."""
+        control = Control.private()
+        control.head[0], control.head[1] = op, 1
+        control.args[: len(args)] = args
+        self.native.call(control.address, first, second, plan, 0, 0, 0, 0)
+        return control
+
+    def repack(self, kind: int, source: int, target: int, rows: int, columns: int, head_dim: int, rope: int) -> None:
+        self.run(_REPACK, (kind, rows, columns, head_dim, rope), source, target)
+
+    def read_through(self, address: int, nbytes: int) -> None:
+        """Read memory once as fast as one thread can: the yardstick of decoding speed."""
+        self.run(_STREAM, (nbytes,), 0, address)
+
+    def scratch_bytes(self, plan: int, threads: int) -> int:
+        control = Control.private()
+        control.head[0], control.head[1] = _SCRATCH, threads
+        self.native.call(control.address, 0, 0, plan, 0, 0, 0, 0)
+        return int(control.args[0])
+
+    def product(self, kind: int, tiles: npt.NDArray[np.uint8], rows: int, x: F32) -> F32:
+        """x (T, columns) times a tiled matrix (rows, columns), with quantised activations: (T, rows)."""
+        count, columns = x.shape
+        padded = -(-rows // 16) * 16
+        out = np.empty((count, padded), np.float32)
+        act = np.zeros(count * columns * 3 + 1024, np.uint8)
+        args = (kind, rows, columns, count, out.ctypes.data, act.ctypes.data)
+        self.run(_MATMUL, args, np.ascontiguousarray(x).ctypes.data, tiles.ctypes.data)
+        return out[:, :rows]
+
+    def quantise(self, x: F32) -> F32:
+        """x as the kernels see it: int8 times a scale for each 32 columns."""
+        count, columns = x.shape
+        act = np.zeros(count * columns * 3 + 1024, np.uint8)
+        data = np.ascontiguousarray(x)
+        self.run(_QUANTISE, (0, 0, columns, count, 0, act.ctypes.data), data.ctypes.data)
+        codes = act[: count * columns].view(np.int8).reshape(count, -1, 32).astype(np.float32)
+        first = -(-count * columns // 64) * 64
+        scales = act[first : first + count * columns // 8].view(np.float32).reshape(count, -1, 1)
+        seen: F32 = (codes * scales).reshape(count, columns)
+        return seen
+
+    def rows(self, what: int, x: F32) -> F32:
+        """0: SiLU, 1: GELU, 2: exp, 3: to float16 and back."""
+        out = np.zeros_like(x)
+        self.run(_ROWS, (what, x.size, out.ctypes.data), np.ascontiguousarray(x).ctypes.data)
+        return out
+
+
+def load_kernels() -> Kernels | None:
+    """The best kernels that this processor runs; None where only the portable backend can work."""
+    if not tg.is_cpu():
+        return None
+    for name in chosen():
+        try:
+            elf, origin = find_object(name)
+        except CompileError:
+            return None
+        return Kernels(name, elf, origin)
+    return None
+
+
+class Team:
+    """A step's buffers and threads: `step()` runs the captured program, all helpers beside it."""
+
+    def __init__(self, kernels: Kernels, tensors: Sequence[Tensor], threads: int) -> None:
+        self._tensors = list(tensors)
+        self.control = Control.in_tensor(self._tensors[0])
+        self.control.head[0], self.control.head[1] = _STEP, threads
+        self.threads = threads
+        self._step = tg.Step(lambda: kernels.native.launch(self._tensors[-1], self._tensors).realize())
+        helpers = []
+        for number in range(1, threads):
+            control = Control.private()
+            control.head[0] = _HELPER
+            control.args[:2] = self.control.address, number
+            thread = threading.Thread(target=_help, args=(kernels, control), name=f"engine-{number}", daemon=True)
+            thread.start()
+            helpers.append(thread)
+        self._close = weakref.finalize(self, _stop, kernels, self.control.address, helpers, self._tensors)
+
+    def step(self) -> None:
+        self._step()
+        tg.synchronize()
+
+    def close(self) -> None:
+        """Send the helpers home; also done at the interpreter's end, while the memory is still there."""
+        self._close()
+
+
+def _help(kernels: Kernels, control: Control) -> None:
+    kernels.native.call(control.address, 0, 0, 0, 0, 0, 0, 0)
+
+
+def _stop(kernels: Kernels, control: int, helpers: list[threading.Thread], _tensors: list[Tensor]) -> None:
+    ctypes.c_int32.from_address(control).value = _STOP
+    kernels.native.call(control, 0, 0, 0, 0, 0, 0, 0)
+    for thread in helpers:
+        thread.join()
+
+
+def default_threads() -> int:
+    """The cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def control_tensor() -> Tensor:
+    return tg.allocate((CONTROL_BYTES,), dtypes.uint8)
