@@ -112,6 +112,7 @@ class MembershipActor(ServiceActor):
             case Watch():
                 self._watch(msg.view, ctx)
             case SendFailed():
+                super().receive(msg, ctx)
                 if isinstance(msg.message, Snapshot | Delta):
                     self._watchers[msg.message.view].pop(msg.dst, None)
             case NameRegister():

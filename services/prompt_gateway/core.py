@@ -164,6 +164,7 @@ class GatewayActor(ServiceActor):
             case RequestCancelled() if self.loop:
                 self.loop.confirm_cancel(msg, ctx.sender, ctx)
             case SendFailed():
+                super().receive(msg, ctx)
                 self._on_send_failed(msg, ctx)
             case _:
                 super().receive(msg, ctx)

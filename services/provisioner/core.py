@@ -93,6 +93,7 @@ class ProvisionerActor(ServiceActor):
             case NodeObserved():
                 self._observed(msg, ctx)
             case SendFailed():
+                super().receive(msg, ctx)
                 ctx.effect(Log("debug", f"{type(msg.message).__name__} is not delivered: {msg.reason}"))
             case _:
                 super().receive(msg, ctx)
