@@ -46,7 +46,7 @@ def test_a_real_worker_loads_answers_cancels_and_tears_down(worker: RealWorker) 
     progress = worker.heard(ObserveStageProgress)
     assert progress and {item.phase for item in progress} & {"tensors", "warm_up", "kernels"}
 
-    question = "What is the capital of France?"
+    question = "Name the capital of France."
     worker.tell(InferPrompt(request_id=1, prompt=question, max_tokens=12, reply_to=worker.address))
     done = worker.wait_for(Done, 60)
     assert "Paris" in done.final_text
