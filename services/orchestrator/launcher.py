@@ -14,12 +14,14 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.addresses import Role
 from common.codec import BadEnvelope, decode_body, tag_of
 from common.config_args import information
 from common.door import DoorError
+from common.effects import StopSignal
 from common.host import Host
 from common.limits import CONFIG_RESOLVE_MS
 from common.messages.config import ConfigFailed, ConfigResolved
@@ -51,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     open_standard_descriptors()
     # In the background of a terminal a read of stdin would stop this process; ignored, the read just fails.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    # Until the host's loop takes them over, signals just end the launch.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     launch = Launch(args)
+    # Until the host's loop takes them over, signals just end the launch.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, launch.interrupted)
     try:
         status, error = launch.run()
     except (LaunchError, SecurityError, DoorError) as failure:
@@ -104,9 +107,30 @@ class Launch:
         self._capture: StdioCapture | None = None
         self._children = Children(lambda role, stream, line: self._line(role, stream, line))
         self._provisioner_died = False
+        self._stop_wanted = ""
+        """The signal that asked for the end before there was a loop."""
+        self._waiting = False
         self._last_words: dict[Role, str] = {}
         """The last line that each service printed on stderr: mostly why it ended."""
 
+    # --- signals before there is a loop -----------------------------------------------------------------------
+    def interrupted(self, number: int, _: object) -> None:
+        """The handler. An exception in the middle of a fork would lose the child: it is raised only while waiting."""
+        self._stop_wanted = signal.Signals(number).name
+        if self._waiting:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        self._waiting = True
+        try:
+            if self._stop_wanted:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._waiting = False
+
+    # --- running ----------------------------------------------------------------------------------------------
     def run(self) -> tuple[int, str]:
         """(exit status, error)."""
         resolved = self._resolve()
@@ -128,6 +152,8 @@ class Launch:
         for role, stream, line in self._early:
             self._deliver_line(role, stream, line)
         self._early.clear()
+        if self._stop_wanted:  # the host's loop has the signals now, but this one came before
+            host.node.system.broadcast(StopSignal(self._stop_wanted, 1))
         status = host.run()
         self._host = None
         return status, results[0].error if results else "ended without a result"
@@ -141,7 +167,9 @@ class Launch:
         with selectors.DefaultSelector() as selector, open(fd, "rb", buffering=0) as pipe:
             selector.register(pipe, selectors.EVENT_READ)
             while not _whole(data):
-                if not selector.select(max(0.0, until - time.monotonic())):
+                with self._interruptible():
+                    ready = selector.select(max(0.0, until - time.monotonic()))
+                if not ready:
                     raise LaunchError(f"the configuration was not resolved within {CONFIG_RESOLVE_MS // 1000} s")
                 chunk = pipe.read(65536)
                 if not chunk:

@@ -35,6 +35,19 @@ LAUNCHER_ENVIRONMENT = frozenset({"PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_
 }
 
 
+COLOURS = "Name three primary colors."
+COLOURS_TOKENS = 24
+LONG = "Write a very long story about a lighthouse keeper and the sea."
+_answers: list[str] = []
+
+
+def assert_right(text: str) -> None:
+    """An answer to COLOURS (at most COLOURS_TOKENS): it names colours, and is the same in every run of this session."""
+    assert "red" in text.lower() and "blue" in text.lower(), text
+    _answers.append(text)
+    assert text.strip() == _answers[0].strip()
+
+
 class StackError(AssertionError):
     """The stack did not do what a test waited for."""
 
@@ -302,6 +315,10 @@ class Stack:
         """One prompt on a connection of its own."""
         with self.client() as client:
             return client.complete(prompt, **options)
+
+    def assert_answers(self) -> None:
+        """A prompt gets its right answer."""
+        assert_right(self.ask(COLOURS, max_tokens=COLOURS_TOKENS).final_text)
 
     def say(self, text: str) -> None:
         """Write to its stdin."""

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import Process, processes, wait_for
-
-COLOURS = "Name three primary colors."
-COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Process, assert_right, processes, wait_for
 
 
 @pytest.fixture
@@ -49,9 +46,11 @@ def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_prompt(state: Path) -> None:
-    demo = start(state, "--prompt", COLOURS, "--max-tokens", "40")
+    demo = start(state, "--prompt", COLOURS, "--max-tokens", str(COLOURS_TOKENS))
     out, err = demo.communicate(timeout=150)
-    assert (demo.returncode, out) == (0, COLOURS_ANSWER + "\n"), err
+    assert demo.returncode == 0, err
+    assert out.endswith("\n") and out.strip() == out[:-1]
+    assert_right(out[:-1])
     said = [line.split(" s  ", 1)[1] for line in err.splitlines()]
     assert said[0] == "services are up" and said[-2:] == ["ready for prompts", "everything is stopped"]
     assert not left(state)

@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.prompt_gateway.wire import DoneLine, TextDeltaLine
-from tests.e2e.stack import Asker, Stack, model_file, wait_for
+from tests.e2e.stack import COLOURS, LONG, Asker, Stack, model_file, wait_for
 
-COLOURS = "Name three primary colors."
-COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
-LONG = "Write a very long story about a lighthouse keeper and the sea."
 RESTART_S = 20.0
 PARTS = ("router", "membership", "datastream_collector", "config_resolver", "provisioner", "prompt_gateway")
 
@@ -143,7 +140,7 @@ def test_services_killed_during_start_up() -> None:
         for part in ("membership", "router", "datastream_collector"):
             stack.kill(part)
             time.sleep(0.3)
-        assert stack.ask(COLOURS).final_text == COLOURS_ANSWER
+        stack.assert_answers()
         assert {part for part in PARTS if restarts(stack, part)} == {"membership", "router", "datastream_collector"}
         stack.say("stop\n")
         stack.assert_stopped("stdin")
@@ -185,7 +182,7 @@ def test_a_second_orchestrator_on_the_same_run_directory(served: Stack) -> None:
         assert not second.left()
         second.run_dir = second.home / "run"  # it is not this one's to remove
     assert served.run_dir.exists()
-    assert served.ask(COLOURS).final_text == COLOURS_ANSWER
+    served.assert_answers()
 
 
 @pytest.mark.spec("S1 4.11", "S1 7.7")
@@ -201,7 +198,7 @@ def test_services_whose_loss_a_run_survives(served: Stack, part: str) -> None:
     if part != "config_resolver":  # its slices are served: nobody needs it any more
         wait_for(f"{part} again", lambda: [p for p in served.left() if p.part == part and p.pid != old], RESTART_S)
         wait_for("the record", lambda: restarts(served, part), RESTART_S)
-    assert served.ask(COLOURS).final_text == COLOURS_ANSWER
+    served.assert_answers()
     assert served.process is not None and served.process.poll() is None
 
 

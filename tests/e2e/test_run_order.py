@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 
 from services.prompt_gateway.wire import DoneLine, FaultLine, QueuedLine, TextDeltaLine
-from tests.e2e.stack import Record, Stack, StackError, wait_for
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, LONG, Record, Stack, StackError, assert_right, wait_for
 from tools.prompt_client import PromptClient, PromptClientError
 
-COLOURS = "Name three primary colors."
-COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
 SECRET = "hf_thisMustNeverBeSeenAnywhere00"
-LONG = "Write a very long story about a lighthouse keeper and the sea."
 
 ORDER = [
     ("config", "ready"),
@@ -143,14 +140,14 @@ def test_an_answer_streams_and_is_deterministic(run: Stack) -> None:
     with run.client() as client:
         answers = []
         for _ in range(2):
-            events = list(client.submit(COLOURS, max_tokens=40))
+            events = list(client.submit(COLOURS, max_tokens=COLOURS_TOKENS))
             deltas = [event.text for event in events if isinstance(event, TextDeltaLine)]
             assert len(deltas) > 2 and isinstance(events[-1], DoneLine) and len(events) == len(deltas) + 1
             assert "".join(deltas) == events[-1].final_text
-            assert events[-1].finish_reason == "stop"
+            assert events[-1].tokens_generated <= COLOURS_TOKENS and events[-1].finish_reason in ("stop", "length")
             answers.append((events[-1].final_text, events[-1].tokens_generated, events[-1].prompt_tokens))
     assert answers[0] == answers[1]
-    assert answers[0][0] == COLOURS_ANSWER
+    assert_right(answers[0][0])
 
 
 @pytest.mark.spec("S1 2.5")
@@ -168,7 +165,9 @@ def test_a_second_client_waits_for_the_first(run: Stack) -> None:
         assert isinstance(next(stream), TextDeltaLine)
         later: list[tuple[float, Any]] = []
         thread = threading.Thread(
-            target=lambda: later.extend((time.monotonic(), e) for e in second.submit(COLOURS, queued_events=True))
+            target=lambda: later.extend(
+                (time.monotonic(), e) for e in second.submit(COLOURS, max_tokens=COLOURS_TOKENS, queued_events=True)
+            )
         )
         thread.start()
         events = list(stream)
@@ -178,7 +177,8 @@ def test_a_second_client_waits_for_the_first(run: Stack) -> None:
     assert isinstance(later[0][1], QueuedLine)
     texts = [at for at, event in later if isinstance(event, TextDeltaLine)]
     assert min(texts) > first_done - 0.05
-    assert isinstance(later[-1][1], DoneLine) and later[-1][1].final_text == COLOURS_ANSWER
+    assert isinstance(later[-1][1], DoneLine)
+    assert_right(later[-1][1].final_text)
     dispatched = [record.detail["prompt_id"] for record in run.archive.prompts("node_prompt_send")]
     assert dispatched == sorted(dispatched)
 
@@ -191,7 +191,7 @@ def test_a_disconnect_frees_the_worker(run: Stack) -> None:
     assert isinstance(next(stream), TextDeltaLine)
     client.close()
     started = time.monotonic()
-    assert run.ask(COLOURS, max_tokens=40).final_text == COLOURS_ANSWER
+    run.assert_answers()
     assert time.monotonic() - started < 20
 
     def cancelled() -> list[Record]:
@@ -271,7 +271,7 @@ def test_over_the_relay(relayed: Stack) -> None:
     relayed.wait_record("serve_prompts", "started")
     assert first_seen(relayed.archive.lifecycle(), ORDER) == ORDER
     assert relayed.pid("relay")
-    assert relayed.ask(COLOURS).final_text == COLOURS_ANSWER
+    relayed.assert_answers()
 
 
 @pytest.mark.spec("S1 7.7", "S1 4.11")
@@ -286,7 +286,7 @@ def test_a_relay_that_dies_comes_back(relayed: Stack) -> None:
     done = events[-1]
     assert isinstance(done, DoneLine) and done.tokens_generated == 40
     assert "".join(event.text for event in events if isinstance(event, TextDeltaLine)) == done.final_text
-    assert relayed.ask(COLOURS).final_text == COLOURS_ANSWER
+    relayed.assert_answers()
 
 
 @pytest.mark.spec("S1 9.17", "S1 10.14", "S1 9.10")
@@ -348,7 +348,7 @@ def test_a_stop_during_start_up(phase: str, status: str, how: str, waiting_for: 
 
 
 @pytest.mark.spec("S1 10.14")
-@pytest.mark.parametrize("after_s", [0.0, 0.4, 1.2])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.4, 1.2])
 def test_a_stop_before_the_services_are_up(after_s: float) -> None:
     """The launcher itself is interrupted: one sentence, status 1, nothing left."""
     with Stack() as stack:
@@ -358,6 +358,8 @@ def test_a_stop_before_the_services_are_up(after_s: float) -> None:
         time.sleep(after_s)
         stack.process.send_signal(signal.SIGTERM)
         assert stack.assert_failed().startswith("shutdown requested while ")
+        if records := stack.archive.lifecycle():
+            assert stack.archive.one("shutdown", "started").detail["source"] == "SIGTERM", records
 
 
 # --- helpers --------------------------------------------------------------------------------------------------

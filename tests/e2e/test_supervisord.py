@@ -14,12 +14,10 @@ import pytest
 from supervisor.xmlrpc import SupervisorTransport
 
 from common.addresses import SERVICES
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Stack, assert_right, wait_for
 from tools.prompt_client import PromptClient
 
 CONF = Path(__file__).resolve().parents[2] / "config" / "supervisord.conf"
-COLOURS = "Name three primary colors."
-COLOURS_ANSWER = "The primary colors are: Red, Blue, and Yellow."
 
 
 class Hosted(Stack):
@@ -88,7 +86,7 @@ def test_the_file_names_every_service() -> None:
 @pytest.mark.spec("S1 3.1", "S1 4.12")
 def test_a_run_under_supervisord(hosted: Hosted) -> None:
     """Ready, an answer, stopped by supervisord: the orchestrator's exit status is 0, the services wait on."""
-    assert hosted.ask(COLOURS).final_text == COLOURS_ANSWER
+    hosted.assert_answers()
     states = {info["name"]: info["statename"] for info in hosted.rpc.getAllProcessInfo()}
     assert states.pop("relay") == "STOPPED"
     assert set(states.values()) == {"RUNNING"}, states
@@ -115,7 +113,7 @@ def test_the_next_run_and_the_end(hosted: Hosted) -> None:
 
     wait_for("the second run", ready_again, 60)
     with PromptClient.connect(ready_again(), wait_s=2, read_timeout_s=60) as client:
-        assert client.complete(COLOURS).final_text == COLOURS_ANSWER
+        assert_right(client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text)
     assert hosted.rpc.shutdown()
     hosted.assert_all_gone()
     second = hosted.archive.lifecycle()[before:]

@@ -55,6 +55,13 @@ def sockets(files: dict[Role, Path]) -> bool:
     return (files[Role.ROUTER].parent.parent / "router-stream.sock").exists()
 
 
+def catches_term(pid: int) -> bool:
+    """Whether it has a handler for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_service_gets_no_secret_and_a_session_of_its_own(
     family: Children, files: dict[Role, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +81,7 @@ def test_a_service_gets_no_secret_and_a_session_of_its_own(
 
 def test_one_that_hangs_is_killed(family: Children, files: dict[Role, Path]) -> None:
     pid = family.start(Role.MEMBERSHIP, files[Role.MEMBERSHIP]).process.pid
-    time.sleep(0.3)
+    until(lambda: catches_term(pid), "its handler is there: else SIGTERM ends even a stopped process")
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     family.stop_all()
