@@ -34,6 +34,8 @@ from common.records import EventKind
 from common.service_actor import ServiceActor
 from services.provisioner.admission import ADMISSION_TIMER, ADMIT_LIMIT_MS, Admissions
 from services.provisioner.conversion import Record, event, record_of
+from services.provisioner.external_provider import GOODBYE_MS, GOODBYE_TIMER, PRESENCE_TIMER, Presence
+from services.provisioner.external_provider import NAME as EXTERNAL
 from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
 from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
 
@@ -71,6 +73,8 @@ class ProvisionerActor(ServiceActor):
         self._held: tuple[bytes, PrepareProvider] | None = None
         """A PrepareProvider that has to wait: for the config slice, or for the end of the run before."""
         self._admissions = Admissions()
+        self._presence = Presence()
+        self._goodbye_over = False
 
     # --- messages ---------------------------------------------------------------------------------------------
     def receive(self, msg: Any, ctx: Ctx) -> None:
@@ -103,6 +107,11 @@ class ProvisionerActor(ServiceActor):
         match key:
             case _ if key == ADMISSION_TIMER:
                 self._admit_again(ctx)
+            case _ if key == PRESENCE_TIMER:
+                self._look_for_workers(ctx)
+            case _ if key == GOODBYE_TIMER:
+                self._goodbye_over = True
+                self._pump_stop(ctx)
             case _ if key == _OWNER_FAST:
                 self._stop_all(Stopping(fast=True), ctx)
             case _ if key == _OWNER_EXIT:
@@ -119,6 +128,7 @@ class ProvisionerActor(ServiceActor):
         """A router that restarted has forgotten whom it admitted."""
         if view == "routes":
             self._admit_again(ctx)
+            self._look_for_workers(ctx)
 
     def on_lease_lost(self, ctx: Ctx) -> None:
         """The guard's drop, while the process lives on for the next run."""
@@ -215,7 +225,7 @@ class ProvisionerActor(ServiceActor):
         match node.state:
             case NodeState.LIVE if node.ended is not None:
                 self._say_exited(node, ctx)
-            case NodeState.LIVE:
+            case NodeState.LIVE if not self._awaited(node, ctx):
                 self._say_started(node, ctx)
             case NodeState.FAILED:
                 ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=node.error))
@@ -274,8 +284,42 @@ class ProvisionerActor(ServiceActor):
         handle: PluginNodeHandle = done.result
         node.handle, node.state = handle, NodeState.LIVE
         self._run.guard.own(node.spec.node_id, handle)
-        self._say_started(node, ctx)
+        if not self._awaited(node, ctx):
+            self._say_started(node, ctx)
         self._pump_stop(ctx)
+
+    # --- workers that somebody else starts --------------------------------------------------------------------
+    @property
+    def _external(self) -> bool:
+        return self.config is not None and self.config.provider == EXTERNAL
+
+    def _awaited(self, node: WorkerNode, ctx: Ctx) -> bool:
+        return self._external and node.minted is not None and not self._presence.came(node.minted.public_key, ctx)
+
+    def _look_for_workers(self, ctx: Ctx) -> None:
+        """Provider external: a worker has come, or has gone."""
+        if not self._external:
+            return
+        for node in self._run.nodes.values():
+            if node.state is not NodeState.LIVE or node.minted is None or node.ended is not None:
+                continue
+            waited = not node.came
+            node.came = not self._awaited(node, ctx)
+            if waited and node.came:
+                self._say_started(node, ctx)
+            elif self._stopping is None and self._presence.lost(node.minted.public_key, ctx):
+                self._ended(node, Exited(None, "left the bus"), ctx)
+        self._pump_stop(ctx)
+
+    def _taking_leave(self, node_id: int, fast: bool, ctx: Ctx) -> bool:
+        """Provider external: it was told to stop and gets a moment to go by itself."""
+        node = self._run.nodes[node_id]
+        if not self._external or fast or self._goodbye_over or node.minted is None:
+            return False
+        if not self._presence.here(node.minted.public_key, ctx):
+            return False
+        ctx.timer(GOODBYE_TIMER, GOODBYE_MS)
+        return True
 
     def _say_started(self, node: WorkerNode, ctx: Ctx) -> None:
         assert node.handle is not None and node.minted is not None
@@ -346,6 +390,8 @@ class ProvisionerActor(ServiceActor):
         run, stopping = self._run, self._stopping
         if stopping is None or run.starting or run.preparing or run.guard.stopping is not None:
             return
+        if run.guard.handles and self._taking_leave(run.guard.handles[-1][0], stopping.fast, ctx):
+            return
         following = run.guard.next_to_stop()
         if following is None:
             self._stopped_all(stopping, ctx)
@@ -377,6 +423,7 @@ class ProvisionerActor(ServiceActor):
     def _stopped_all(self, stopping: Stopping, ctx: Ctx) -> None:
         run = self._run
         self._stopping = None
+        self._goodbye_over = False
         if stopping.reply_to:
             answer = NodesStopped(stopped=list(run.guard.stopped), first_error=run.guard.first_error)
             ctx.send(stopping.reply_to, answer)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.config_slices import ProvisionerSlice
+from services.provisioner.external_provider import ExternalProvider
 from services.provisioner.plugin import Owner, ProviderError, ProvisionPlugin
 from services.provisioner.process_provider import ProcessProvider
 
@@ -34,6 +35,7 @@ def _docker(inputs: ProviderInputs) -> ProvisionPlugin:
 _PROVIDERS: dict[str, Callable[[ProviderInputs], ProvisionPlugin]] = {
     "process": lambda inputs: ProcessProvider(inputs.config.worker_bin, inputs.environment, inputs.redact),
     "docker": _docker,
+    "external": lambda _: ExternalProvider(),
 }
 
 

@@ -60,6 +60,7 @@ class WorkerNode:
     ended: Exited | Failed | None = None
     error: str = ""
     live_said: bool = False
+    came: bool = False
     stop_said: bool = False
     exit_said: bool = False
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_TAIL_LINES))

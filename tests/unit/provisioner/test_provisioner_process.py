@@ -184,6 +184,7 @@ def test_a_worker_is_admitted_started_and_stopped(make_world: Callable[[str], Wo
     keys = KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))
     agent = world.bus.agent(keys=keys)
     world.bus.until(lambda: agent.node.link.up, 10)
+    world.bus.until(lambda: any(b'"ready"' in payload for payload in world.collector.payloads), 5)
     world.order(CompleteBootstrap())
     assert world.until(BootstrapCompleted) == BootstrapCompleted()
     world.order(StopNodes())

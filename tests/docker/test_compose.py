@@ -1,0 +1,98 @@
+"""`docker-compose up` serves prompts on the host's loopback, and down leaves nothing (design.md 2, Hosted)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.docker.engine import ROOT, SERVICES_IMAGE, TestEngine
+from tools.fetch_model import default_model_path
+from tools.prompt_client import PromptClient, PromptClientError
+
+UP_S = 180
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def compose(engine: TestEngine, worker_image: str) -> Iterator[tuple[Callable[..., str], int]]:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is missing: apt-get install docker-compose")
+    engine.build("compose/Dockerfile.services", SERVICES_IMAGE)
+    port = free_port()
+    environment = engine.environment | {
+        "SMQ_PORT": str(port),
+        "SMQ_MODELS": os.path.dirname(default_model_path().resolve()),
+        "COMPOSE_PROJECT_NAME": "smqtest",
+        "COMPOSE_DOCKER_CLI_BUILD": "0",
+        "DOCKER_BUILDKIT": "0",
+    }
+
+    def run(*arguments: str, limit_s: float = UP_S) -> str:
+        command = ["docker-compose", "-f", str(ROOT / "compose" / "docker-compose.yml"), *arguments]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    yield run, port
+    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+        run("down", "-v", "-t", "5")
+
+
+def ask(port: int, run: Callable[..., str], prompt: str) -> str:
+    until = time.monotonic() + UP_S
+    while True:
+        try:
+            with contextlib.closing(PromptClient.connect(f"127.0.0.1:{port}", wait_s=2)) as client:
+                return client.complete(prompt, max_tokens=12).final_text
+        except (PromptClientError, OSError):
+            if time.monotonic() > until:
+                pytest.fail(run("ps") + run("logs", "--no-color", "--tail", "30"))
+            time.sleep(1)
+
+
+def services(engine: TestEngine) -> dict[str, dict[str, Any]]:
+    found = engine.client().containers(all=True, filters={"label": ["com.docker.compose.project=smqtest"]})
+    return {item["Labels"]["com.docker.compose.service"]: item for item in found}
+
+
+@pytest.mark.spec("S1 2.6", "S1 7.2")
+def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEngine) -> None:
+    run, port = compose
+    run("up", "-d", "--no-build")
+    assert "Paris" in ask(port, run, "What is the capital of France? One word.")
+    up = services(engine)
+    assert up.pop("keys")["State"] == "exited"
+    assert {item["State"] for item in up.values()} == {"running"}, run("ps")
+    for name, item in up.items():
+        shown = engine.client().inspect_container(item["Id"])
+        assert shown["Config"]["User"] == "10001:10001", name
+        assert not any("docker.sock" in mount["Source"] for mount in shown["Mounts"]), name
+    published = [port for item in up.values() for port in item["Ports"] if port.get("PublicPort")]
+    assert {(item["IP"], item["PublicPort"]) for item in published} == {("127.0.0.1", port)}
+    run("stop", "orchestrator")
+    ended = engine.client().inspect_container(up["orchestrator"]["Id"])["State"]
+    assert ended["ExitCode"] == 0, run("logs", "--no-color", "orchestrator")
+    # The worker is told by the run's end, not by the engine.
+    until = time.monotonic() + 20
+    while services(engine)["worker"]["State"] == "running" and time.monotonic() < until:
+        time.sleep(0.2)
+    assert services(engine)["worker"]["State"] == "exited"
+    run("down", "-v", "-t", "5")
+    assert services(engine) == {}
+    volumes = engine.client().volumes()["Volumes"] or []
+    assert not [volume for volume in volumes if volume["Name"].startswith("smqtest_")]
