@@ -12,12 +12,10 @@ import base64
 import binascii
 import contextlib
 import hmac
-import ipaddress
 import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -30,7 +28,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 STOP_GRACE_S = 1  # streams to browsers are open for ever; they are told and then closed
-LISTEN_BACKLOG = 256
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -38,59 +35,6 @@ SECURITY_HEADERS = (
     (b"x-frame-options", b"DENY"),
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'"),
 )
-
-
-class WebError(Exception):
-    """An HTTP server cannot start; one sentence."""
-
-
-def read_token(path: str) -> str:
-    """The bearer token of a file, "" for no path. Raises WebError; an empty file is refused, it would let anyone in."""
-    if not path:
-        return ""
-    try:
-        token = Path(path).read_text(encoding="latin-1").strip()
-    except OSError as error:
-        raise WebError(f"the token file {path} cannot be read: {error.strerror}") from None
-    if not token:
-        raise WebError(f"the token file {path} is empty: write a bearer token into it")
-    return token
-
-
-def listen(addr: str, *, token: bool, what: str) -> socket.socket:
-    """A listening socket at HOST:PORT. Raises WebError: a busy or bad address, or one beyond loopback without token."""
-    host, colon, port = addr.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    host = "127.0.0.1" if host == "localhost" else host
-    try:
-        ip = ipaddress.ip_address(host)
-        number = int(port)
-    except ValueError:
-        raise WebError(f"{what} cannot listen at '{addr}': it is not IP:PORT") from None
-    if not colon or not 0 <= number <= 65535:
-        raise WebError(f"{what} cannot listen at '{addr}': it has no port number from 0 to 65535")
-    if not ip.is_loopback and not token:
-        raise WebError(f"{what} at {addr} could be reached from other machines without any password: use a token file")
-    sock = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, number))
-        sock.listen(LISTEN_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise WebError(f"{what} cannot listen at {addr}: {error.strerror or error}") from None
-    return sock
-
-
-def where(sock: socket.socket) -> str:
-    """HOST:PORT of a bound socket, as a URL has it."""
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(sock: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
-    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 Refusal = Callable[[int, str], tuple[bytes, bytes]]

@@ -43,6 +43,7 @@ class ConfigResolved(Message, frozen=True, kw_only=True, tag=53):
 
     run_dir: "" for the default place; relay: whether the relay service is started; relay_url: "", or of the relay
     elsewhere; relay_bind, relay_advertise: host:port, "" for the provider's default.
+    dashboard_addr, metrics_addr, http_addr: host:port, "" = that process is not wanted; model_id: for its answers.
     """
 
     FROM: ClassVar[frozenset[Role]] = _RESOLVER
@@ -56,3 +57,8 @@ class ConfigResolved(Message, frozen=True, kw_only=True, tag=53):
     relay_url: str = ""
     relay_bind: str = ""
     relay_advertise: str = ""
+    dashboard_addr: str = ""
+    metrics_addr: str = ""
+    http_addr: str = ""
+    http_token_file: str = ""
+    model_id: str = ""

@@ -64,6 +64,11 @@ def report(outcome: Outcome) -> bytes:
             relay_url=str(config.relay.url or ""),
             relay_bind=str(config.relay.bind_addr or ""),
             relay_advertise=config.relay.advertise_addr or "",
+            dashboard_addr=str(config.dashboard_addr or ""),
+            metrics_addr=str(config.metrics_addr or ""),
+            http_addr=str(config.http_addr or ""),
+            http_token_file=str(config.http_token_file or ""),
+            model_id=config.model_id,
         )
     body = encode_body(message)
     return struct.pack("<I", len(body)) + body

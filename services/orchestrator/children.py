@@ -16,9 +16,10 @@ from pathlib import Path
 from common.addresses import Role
 from common.limits import SERVICE_RESTART_WINDOW_MS, SERVICE_RESTARTS_MAX, SERVICE_STOP_MS
 from common.stdio_capture import LineReader
+from services.orchestrator.extras import HTTP, WEB, Extra
 
-STOP_ORDER: tuple[tuple[Role, ...], ...] = (
-    (Role.GATEWAY, Role.PROVISIONER, Role.MEMBERSHIP, Role.RESOLVER),
+STOP_ORDER: tuple[tuple[str, ...], ...] = (
+    (HTTP, WEB, Role.GATEWAY, Role.PROVISIONER, Role.MEMBERSHIP, Role.RESOLVER),
     (Role.COLLECTOR,),
     (Role.RELAY,),
     (Role.ROUTER,),
@@ -28,18 +29,18 @@ STOP_ORDER: tuple[tuple[Role, ...], ...] = (
 FATAL: frozenset[Role] = frozenset({Role.GATEWAY, Role.PROVISIONER})
 """Services whose run state dies with them; the others are restarted and ask their peers again."""
 
-STOP_MS: Mapping[Role, int] = {Role.PROVISIONER: 10_000}
+STOP_MS: Mapping[str, int] = {Role.PROVISIONER: 10_000}
 """Longer than SERVICE_STOP_MS: after a run that broke off it still has workers to stop. Killed, it would leave them."""
 CLEANUP_LIMIT_S = 30
 
-OnLine = Callable[[Role, str, bytes], None]
+OnLine = Callable[[str, str, bytes], None]
 
 
 @dataclass(slots=True)
 class Child:
     """One running service."""
 
-    role: Role
+    role: str
     process: subprocess.Popen[bytes]
     readers: list[LineReader]
     started: float = field(default_factory=time.monotonic)
@@ -52,11 +53,11 @@ class Children:
         self._on_line = on_line
         self._owner_read, self._owner_write = os.pipe2(os.O_CLOEXEC)
         self._resolver_read, self._resolver_write = os.pipe2(os.O_CLOEXEC)
-        self.running: dict[Role, Child] = {}
-        self._ends: dict[Role, deque[float]] = {}
+        self.running: dict[str, Child] = {}
+        self._ends: dict[str, deque[float]] = {}
 
     # --- starting ---------------------------------------------------------------------------------------------
-    def _spawn(self, role: Role, args: list[str], fds: tuple[int, ...], *, environ: Mapping[str, str]) -> Child:
+    def _spawn(self, role: str, args: list[str], fds: tuple[int, ...], *, environ: Mapping[str, str]) -> Child:
         # Without -P a folder services/ in the user's working directory would be imported (design.md 2).
         command = [sys.executable, "-P", "-m", f"services.{role}", *args]
         process = subprocess.Popen(
@@ -96,7 +97,13 @@ class Children:
         args = ["--bus", str(bus), "--owner-fd", str(self._owner_read)]
         return self._spawn(role, args, (self._owner_read,), environ=environ)
 
-    def may_restart(self, role: Role) -> bool:
+    def start_extra(self, extra: Extra) -> Child:
+        """Start (or restart) one of the optional processes on the sockets that the launcher has bound."""
+        environ = {key: value for key, value in os.environ.items() if key not in ("VASTAI_API_KEY", "HF_TOKEN")}
+        args = [*extra.args, "--owner-fd", str(self._owner_read)]
+        return self._spawn(extra.name, args, (self._owner_read, *extra.fds), environ=environ)
+
+    def may_restart(self, role: str) -> bool:
         """At most SERVICE_RESTARTS_MAX ends within the window."""
         ends = self._ends.setdefault(role, deque())
         now = time.monotonic()

@@ -85,9 +85,9 @@ class ServiceLost:
 
 @dataclass(frozen=True, slots=True)
 class ServiceRestarted:
-    """Event of the launcher: a service ended and runs again."""
+    """Event of the launcher: a service (or an optional process, by its module) ended and runs again."""
 
-    role: Role
+    role: str
     how: str
 
 

@@ -25,12 +25,14 @@ from common.effects import StopSignal
 from common.host import Host
 from common.limits import CONFIG_RESOLVE_MS
 from common.messages.config import ConfigFailed, ConfigResolved
+from common.messages.service import ServiceFailed
 from common.security import SecurityError, init
 from common.stdio_capture import STDERR, StdioCapture, available
 from services.orchestrator.base import RunOver
 from services.orchestrator.children import FATAL, Child, Children, how_it_ended
 from services.orchestrator.core import ServiceLost, ServiceRestarted, StdioLine
 from services.orchestrator.door import choose_door
+from services.orchestrator.extras import Extras, FailWhenCollected
 from services.orchestrator.run_dir import RunDirectory
 from services.orchestrator.service import build, listen_on_stdin
 
@@ -99,7 +101,7 @@ class Launch:
 
     def __init__(self, argv: list[str]) -> None:
         self._argv = argv
-        self._early: list[tuple[Role | None, str, bytes]] = []
+        self._early: list[tuple[str | None, str, bytes]] = []
         self._host: Host | None = None
         self._run = b""
         self._files: dict[Role, Path] = {}
@@ -110,8 +112,9 @@ class Launch:
         self._stop_wanted = ""
         """The signal that asked for the end before there was a loop."""
         self._waiting = False
-        self._last_words: dict[Role, str] = {}
+        self._last_words: dict[str, str] = {}
         """The last line that each service printed on stderr: mostly why it ended."""
+        self._extras: Extras | None = None
 
     # --- signals before there is a loop -----------------------------------------------------------------------
     def interrupted(self, number: int, _: object) -> None:
@@ -137,6 +140,7 @@ class Launch:
         door = choose_door(resolved, os.environ)
         self._directory = RunDirectory(resolved.run_dir, os.environ)
         self._files = init(self._directory.path, relay=resolved.relay, door=door)
+        extras = self._extras = Extras(resolved, self._directory.path)
         if available():
             self._capture = StdioCapture(lambda stream, line: self._line(None, stream, line))
             self._capture.install()
@@ -147,6 +151,7 @@ class Launch:
         host = self._host = Host.from_bus_file(self._files[Role.ORCHESTRATOR])
         self._run = build(host, results.append)
         listen_on_stdin(host, self._run)
+        self._start_extras(host, extras)
         for child in list(self._children.running.values()):
             self._watch(child)
         for role, stream, line in self._early:
@@ -157,6 +162,15 @@ class Launch:
         status = host.run()
         self._host = None
         return status, results[0].error if results else "ended without a result"
+
+    def _start_extras(self, host: Host, extras: Extras) -> None:
+        """S1 10.3: one that cannot be started is a startup failure, with its record if the collector takes it."""
+        if extras.error:
+            failed = ServiceFailed(service=Role.ORCHESTRATOR, phase=extras.phase, error=extras.error)
+            host.spawn(FailWhenCollected(self._run, failed))
+            return
+        for extra in extras.wanted:
+            self._children.start_extra(extra)
 
     # --- configuration ----------------------------------------------------------------------------------------
     def _resolve(self) -> ConfigResolved:
@@ -200,25 +214,35 @@ class Launch:
 
         host.loop.watch_pid(child.process.pid, ended)
 
-    def _service_ended(self, host: Host, role: Role, how: str) -> None:
-        if role in FATAL or role is Role.RESOLVER:
+    def _service_ended(self, host: Host, role: str, how: str) -> None:
+        if (
+            extra := next((extra for extra in self._extras.wanted if extra.name == role), None)
+            if self._extras
+            else None
+        ):
+            if self._children.may_restart(role):
+                self._watch(self._children.start_extra(extra))
+                host.deliver(self._run, ServiceRestarted(role, how))
+            else:
+                host.deliver(self._run, StdioLine("stderr", f"{how} too often; it stays down, the run goes on", role))
+        elif role in FATAL or role is Role.RESOLVER:
             # The resolver's slices are served by then; if not, the run's own limit says who is missing.
             if role is Role.PROVISIONER:
                 self._provisioner_died = True
             if role in FATAL:
-                host.deliver(self._run, ServiceLost(role, self._explained(role, how)))
+                host.deliver(self._run, ServiceLost(Role(role), self._explained(role, how)))
         elif self._children.may_restart(role):
-            self._watch(self._children.start(role, self._files[role]))
+            self._watch(self._children.start(Role(role), self._files[Role(role)]))
             host.deliver(self._run, ServiceRestarted(role, self._explained(role, how)))
         else:
-            host.deliver(self._run, ServiceLost(role, self._explained(role, f"{how} too often")))
+            host.deliver(self._run, ServiceLost(Role(role), self._explained(role, f"{how} too often")))
 
-    def _explained(self, role: Role, how: str) -> str:
+    def _explained(self, role: str, how: str) -> str:
         said = self._last_words.pop(role, "")
         return f"{how}; its last line was: {said[:LAST_WORDS_CHARS_MAX]}" if said else how
 
     # --- lines ------------------------------------------------------------------------------------------------
-    def _line(self, role: Role | None, stream: str, line: bytes) -> None:
+    def _line(self, role: str | None, stream: str, line: bytes) -> None:
         """From a reader thread."""
         if role is not None and stream == STDERR and (text := line.decode(errors="replace").strip()):
             self._last_words[role] = text
@@ -227,7 +251,7 @@ class Launch:
         else:
             self._host.call_soon(lambda: self._deliver_line(role, stream, line))
 
-    def _deliver_line(self, role: Role | None, stream: str, line: bytes) -> None:
+    def _deliver_line(self, role: str | None, stream: str, line: bytes) -> None:
         if self._host is not None:
             text = line.decode(errors="replace").rstrip("\n")
             self._host.deliver(self._run, StdioLine(stream, text, role or ""))
@@ -239,6 +263,8 @@ class Launch:
         self._host = None
         left = self._children.cleanup_workers() if self._provisioner_died else ""
         self._children.stop_all()
+        if self._extras is not None:
+            self._extras.close()
         if self._capture is not None:
             self._capture.restore()
         if self._directory is not None:

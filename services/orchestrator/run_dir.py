@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.security import SecurityError
+from services.prompt_gateway.bind import RPC_ADDR_FILE
 
 LOCK = "lock"
-OWN_NAMES = frozenset({LOCK, "bus", "keys", "secrets", "nodes"})
+OWN_NAMES = frozenset({LOCK, "bus", "keys", "secrets", "nodes", RPC_ADDR_FILE})
 OWN_SUFFIX = ".sock"
 """What a run leaves in its directory. Whatever else lies there is somebody's, and is neither removed nor mixed up."""
 

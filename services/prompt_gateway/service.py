@@ -12,11 +12,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from common.addresses import Role
 from common.host import Host
-from services.prompt_gateway.bind import join_addr
+from services.prompt_gateway.bind import RPC_ADDR_FILE, join_addr
 from services.prompt_gateway.core import GatewayActor
 from services.prompt_gateway.tcp import (
     ListenFailed,
@@ -254,9 +255,25 @@ def _dead(sock: socket.socket) -> str:
 def build(host: Host) -> TcpServer:
     """Spawn the gateway on this host and give it TCP."""
     gateway = host.spawn(GatewayActor(), name=Role.GATEWAY)
-    server = TcpServer(host.loop, lambda event: host.deliver(gateway, event))
+    address_file = host.bus_file.run_dir / RPC_ADDR_FILE
+
+    def deliver(event: Any) -> None:
+        if isinstance(event, Listening):
+            # For the HTTP front, which may have asked for port 0 as everybody else.
+            write_address(address_file, join_addr(event.host, event.port))
+        host.deliver(gateway, event)
+
+    server = TcpServer(host.loop, deliver)
     attach(server, host.on_effect)
     return server
+
+
+def write_address(path: Path, addr: str) -> None:
+    """Whole or not at all; without it the HTTP front says that it waits, and nothing else fails."""
+    with contextlib.suppress(OSError):
+        new = path.with_suffix(".new")
+        new.write_text(addr, encoding="ascii")
+        os.replace(new, path)
 
 
 def attach(server: TcpServer, on_effect: Callable[[type[Any], Callable[[bytes, Any], None]], None]) -> None:

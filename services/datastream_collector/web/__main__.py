@@ -11,7 +11,8 @@ import socket
 import sys
 from pathlib import Path
 
-from common.web import App, Guard, WebError, is_loopback, listen, read_token, serve, where
+from common.web import App, Guard, serve
+from common.web_socket import WebError, is_loopback, listen, read_token, where
 from services.datastream_collector.subscribe import SOCKET_NAME
 from services.datastream_collector.web.app import Dashboard
 from services.datastream_collector.web.feed import follow_live, read_archive
@@ -26,7 +27,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="The dashboard and the metrics of a run.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run-dir", type=Path, metavar="DIR", help="the run directory of a live run (its stream.sock)")
-    source.add_argument("--bus", type=Path, metavar="FILE", help="the collector's bus file; its folder is the run's")
     source.add_argument("--archive", type=Path, metavar="FILE", help="a frame archive, of a finished run or a live one")
     for name in ("dashboard", "metrics"):
         parser.add_argument(f"--{name}", default="", metavar="IP:PORT", help=f"where the {name} listens")
@@ -55,8 +55,7 @@ async def _run(args: argparse.Namespace, token: str, page: socket.socket | None,
     if args.archive is not None:
         feed = asyncio.create_task(read_archive(args.archive, store))
     else:
-        directory = args.run_dir or args.bus.absolute().parent
-        feed = asyncio.create_task(follow_live(directory / SOCKET_NAME, store))
+        feed = asyncio.create_task(follow_live(args.run_dir / SOCKET_NAME, store))
     try:
         await serve(apps, stopping, args.owner_fd)
     finally:

@@ -36,7 +36,7 @@ class Metrics:
     """Counts entries; `render` adds what the newest run looks like now."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each, of no use to anybody
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, of no use to anybody
         self.registry = registry = CollectorRegistry()
         self.prompts = Counter("smq_prompts", "Prompts by outcome", ["outcome"], registry=registry)
         self.first = Histogram(

@@ -157,6 +157,8 @@ class RunView:
             step["end_ms"] = at
         elif status == "failed":
             step["end_ms"], step["error"] = at, shown(str(entry.detail.get("error", "")))[:LINE_CHARS_MAX]
+        if phase == "weights_loaded" and status == "ready" and (stages := self.phases.get("stage_provision")):
+            stages["end_ms"], stages["status"] = at, "ready"
         if phase == "shutdown":
             serving = self.phases.get("serve_prompts")
             if serving and serving["end_ms"] is None:

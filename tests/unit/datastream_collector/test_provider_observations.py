@@ -39,6 +39,7 @@ printf '\033[31mred\033[0m <b>html</b> \377\376 no utf-8\n' >&2
 echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"worker.own","payload":{"x":1}}'
 echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"worker.text","payload":"plain"}'
 echo '{"mvp_stdio_event":1,"kind":"something else"}'
+sleep 2 # to be started before it ends
 exit 7
 """
 

@@ -132,7 +132,7 @@ def test_the_order_of_the_end() -> None:
     """design.md 4: the collector hears everybody's last word, the router carries it."""
     flat = [role for group in STOP_ORDER for role in group]
     assert flat[-3:] == [Role.COLLECTOR, Role.RELAY, Role.ROUTER]
-    assert len(flat) == len(set(flat)) == 7
+    assert len(flat) == len(set(flat)) == 9
     assert set(flat) >= FATAL
 
 
