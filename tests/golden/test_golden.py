@@ -1,4 +1,4 @@
-"""The wire does not change under anybody: tags, golden bytes of every message, and a second decoder (anchors.md B, D7)."""
+"""The wire does not change under anybody: tags, golden bytes of every message, a second decoder (anchors.md B, D7)."""
 
 from __future__ import annotations
 

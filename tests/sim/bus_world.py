@@ -1,8 +1,8 @@
 """Router, relay, gateway and workers on virtual time: the real cores, a seeded network that behaves as ZeroMQ does.
 
-Per connection first in, first out; nothing is doubled or reordered. Faults are those of anchors.md A4, A5 and E2: delay,
-stall, a cut that loses what is under way and an end that does not notice for a while, a full pipe, a crashed broker with
-empty queues and a new boot, a frozen node, a restarted node, a refused handshake.
+Per connection first in, first out; nothing is doubled or reordered. Faults are those of anchors.md A4, A5 and E2:
+delay, stall, a cut that loses what is under way and an end that does not notice for a while, a full pipe, a crashed
+broker with empty queues and a new boot, a frozen node, a restarted node, a refused handshake.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Dialler:
         def established() -> None:
             if self.connections.get(plane) is not connection or not self.owner.alive or connection.cut:
                 return
-            door = world.doors.get(self.door)
+            door = world.door_for(self)
             if door is None or not door.alive:
                 world.at(world.now + world.reconnect_ms(), lambda: self._retry(plane, connection))
             elif not door.broker.admits(self.key):
@@ -366,6 +366,10 @@ class BusWorld:
     def diallers(self) -> list[Dialler]:
         found = [member.dialler for member in self.members.values() if member.alive]
         return found + [door.uplink for door in self.doors.values() if door.alive and door.uplink is not None]
+
+    def door_for(self, dialler: Dialler) -> Door | None:
+        """Who answers when `dialler` knocks."""
+        return self.doors.get(dialler.door)
 
     def owner_of(self, connection: Connection) -> Process | None:
         for dialler in self.diallers():
