@@ -65,6 +65,7 @@ class EdgeSockets:
         self._common(router)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._watch(router)
         bound = []
         for address in addresses:
             try:
@@ -74,7 +75,6 @@ class EdgeSockets:
             endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(endpoint, bytes)
             bound.append(endpoint.decode().rstrip("\0").replace("://0.0.0.0:", f"://{advertise}:"))
-        self._watch(router)
         return bound
 
     def dial(self, edge_id: int, endpoint: str, server_key: bytes) -> None:

@@ -68,7 +68,9 @@ def encode_record(record: Record) -> bytes:
 class RecordDecoder:
     """Bytes in any pieces → records. After a RecordError every further call raises the same."""
 
-    def __init__(self, max_extent: int, alignment: int) -> None:
+    def __init__(self, max_extent: int, alignment: int, *, sequenced: bool = True) -> None:
+        """sequenced: the records' sequences must count from 0 without a gap."""
+        self._sequenced = sequenced
         self._max_extent, self._alignment = max_extent, alignment
         self._held = bytearray()
         self._offset = 0
@@ -128,7 +130,7 @@ class RecordDecoder:
             raise RecordError(
                 RecordFailure.EXTENT_ALIGNMENT_VIOLATION, f"{extent} bytes are no multiple of {self._alignment}"
             )
-        if sequence != self._expected:
+        if self._sequenced and sequence != self._expected:
             raise RecordError(RecordFailure.SEQUENCE_VIOLATION, f"expected {self._expected}, got {sequence}")
         size = HEADER_BYTES + extent
         if len(self._held) < size:

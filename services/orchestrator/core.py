@@ -51,10 +51,10 @@ from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
 from services.orchestrator.actor import ReportsPending
 from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase
 from services.orchestrator.closing import LEASE_TIMER, STEP_TIMER
+from services.orchestrator.planned import PlannedRun
 from services.orchestrator.readiness import ACK_TIMER
 from services.orchestrator.serving import SILENT_TIMER
 from services.orchestrator.stages import STAGE_TIMER
-from services.orchestrator.startup import StartUp
 
 SERVICES_TIMER = "run:services"
 
@@ -91,11 +91,12 @@ class ServiceRestarted:
     how: str
 
 
-class RunActor(StartUp):
+class RunActor(PlannedRun):
     """Spawn it with name="orchestrator"; it spawns the orchestrator actor and its report inbox."""
 
     Incoming: ClassVar[tuple[type, ...]] = (
-        *StartUp.SERVICE_INCOMING,
+        *PlannedRun.SERVICE_INCOMING,
+        *PlannedRun.PLANNED_INCOMING,
         ServiceReady,
         ServiceFailed,
         ProviderPrepared,
@@ -221,7 +222,7 @@ class RunActor(StartUp):
             case Flushed():
                 self.flushed(ctx)
             case _:
-                pass
+                self.planned_message(msg, ctx)
 
     def _drain_reports(self, ctx: Ctx) -> None:
         """S1 6.3: everything pending in the report inbox."""

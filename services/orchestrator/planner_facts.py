@@ -12,6 +12,8 @@ from common.gguf import GgufError, GgufFile, ModelHeader
 from common.messages.node_agent import HuggingFaceGguf, LocalPath
 from services.orchestrator.planner import DTYPES, ModelFacts, PlanError, RunPlan, plan_run
 
+PLAN_JOB = "plan"
+"""The kind of the RunJob that makes the plan."""
 DEFAULT_CONTEXT_MAX = 4096  # design.md 6 row 29
 KV_VALUE_BYTES = 2  # the cache is float16
 

@@ -15,6 +15,7 @@ from common.limits import STDIN_LINE_BYTES_MAX
 from common.security import SecurityError
 from services.orchestrator.base import RunOver
 from services.orchestrator.core import RunActor, StopLine
+from services.orchestrator.planner_facts import PLAN_JOB, make_plan
 
 STOP_WORDS = frozenset({"stop", "shutdown", "quit"})
 
@@ -74,6 +75,7 @@ def build(host: Host, on_result: Callable[[RunOver], None]) -> bytes:
     """Spawn the run; on_result gets its result once. Returns the address of the run's main actor."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     host.node.run = nonce
+    host.jobs[PLAN_JOB] = make_plan
     run = host.spawn(RunActor(nonce), name=Role.ORCHESTRATOR)
 
     def over(address: bytes, effect: RunOver) -> None:

@@ -138,16 +138,22 @@ class Stages(Serving):
             ctx.cancel(STAGE_TIMER)
             detail = {"source": "actor_stage_ready", "stages": len(self.workers)}
             self.record(ctx, "weights_loaded", "ready", detail)
-            self._open_rpc(ctx)
+            self.open_rpc(ctx)
 
     # --- prompt RPC (4.10, 9.4) -------------------------------------------------------------------------------
-    def _open_rpc(self, ctx: Ctx) -> None:
+    def open_rpc(self, ctx: Ctx) -> None:
+        """S1 4.10: weights and stages are ready."""
         self.phase, self.waiting_for = Phase.RPC, "the prompt RPC"
         error = f"the prompt gateway did not open the prompt RPC within {PROVIDER_START_MS // 1000} s"
         self.limit(ctx, PROVIDER_START_MS, error)
         self.record(ctx, "prompt_rpc", "started", {"bind": self.config.rpc_bind})
         ordered = [worker for _, worker in sorted(self.workers.items())]
-        message = OpenPromptRpc(
+        self.rpc_open = True
+        ctx.send(self.service(ctx, Role.GATEWAY), self.prompt_rpc(ordered))
+
+    def prompt_rpc(self, ordered: list[Worker]) -> OpenPromptRpc:
+        """What the gateway has to know to serve in direct mode; ordered: by stage."""
+        return OpenPromptRpc(
             run_id=self.run_id,
             node_id=self.node_id,
             mode="direct",
@@ -155,8 +161,6 @@ class Stages(Serving):
             decode_actor=ordered[-1].node_actor,
             nodes=[worker.node_key for worker in ordered],
         )
-        self.rpc_open = True
-        ctx.send(self.service(ctx, Role.GATEWAY), message)
 
     def rpc_ready(self, addr: str, ctx: Ctx) -> None:
         """Serving begins."""

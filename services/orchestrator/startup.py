@@ -55,14 +55,14 @@ class StartUp(Readiness):
             return
         config = self.config
         self.record(ctx, "services", "ready", {"services": [str(role) for role in SERVICES_OF_A_RUN]})
-        if config.pipeline_stages > 1:
-            self.phase = Phase.PLAN
-            self.fail(
-                ctx,
-                "planned execution with pipeline_stages > 1 is not built yet; set pipeline_stages = 1",
-            )
-            return
-        self._prepare_provider(ctx)
+        if config.cached_model is not None or config.pipeline_stages > 1:
+            self.make_plan(ctx)
+        else:
+            self.prepare_provider(ctx)
+
+    def make_plan(self, ctx: Ctx) -> None:
+        """S1 4.4 (planned.py); ends in prepare_provider."""
+        raise NotImplementedError
 
     def services_timed_out(self, ctx: Ctx) -> None:
         """SERVICE_READY_MS are over."""
@@ -71,7 +71,8 @@ class StartUp(Readiness):
             self.fail(ctx, f"not all services were ready within {limit_s} s: still waiting for {self.waiting_for}")
 
     # --- provider (4.5, 7.5) ----------------------------------------------------------------------------------
-    def _prepare_provider(self, ctx: Ctx) -> None:
+    def prepare_provider(self, ctx: Ctx) -> None:
+        """The first step that touches anything outside of this run."""
         self.phase, self.waiting_for = Phase.PROVIDER, "the provider"
         limit_s = PROVIDER_START_MS // 1000
         self.limit(ctx, PROVIDER_START_MS, f"provider {self.provider} was not ready within {limit_s} s")

@@ -15,7 +15,8 @@ from common.addresses import Role
 from common.config_slices import GatewaySlice
 from common.effects import Exit, Log, SendFailed, StopSignal
 from common.limits import RPC_CLOSED_MS, RPC_CONNECTIONS_MAX
-from common.messages.prompt import Done, Fault, RequestCancelled, TextDelta
+from common.messages.edge import SequenceBegun
+from common.messages.prompt import PromptEvent, RequestCancelled, TokenizerEvent
 from common.messages.serve import (
     CloseRpc,
     OpenPromptRpc,
@@ -49,6 +50,7 @@ from services.prompt_gateway.tcp import (
     TcpEof,
     TcpWrite,
 )
+from services.prompt_gateway.token_edges import PUMP_TIMER, TOKEN_EDGE_EVENTS, EdgeDown, TokenEdges, TokenRecord
 from services.prompt_gateway.wire import (
     ErrorLine,
     ProtocolError,
@@ -82,11 +84,11 @@ class RepliesPending:
     """Event for the gateway: its prompt reply inbox is not empty any more."""
 
 
-class PromptReplyInbox(Inbox):
-    """S1 6.3: buffers PromptEvents until the serving loop drains them, and wakes it for the first."""
+class ReplyInbox(Inbox):
+    """S1 6.3: buffers replies until the serving loop drains them, and wakes it for the first."""
 
-    def __init__(self, owner: bytes) -> None:
-        super().__init__(TextDelta, Done, Fault)
+    def __init__(self, owner: bytes, *accepts: Any) -> None:
+        super().__init__(*accepts)
         self._owner = owner
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
@@ -105,6 +107,7 @@ class GatewayActor(ServiceActor):
     Incoming: ClassVar[tuple[type, ...]] = (
         *ServiceActor.SERVICE_INCOMING,
         *TCP_EVENTS,
+        *TOKEN_EDGE_EVENTS,
         OpenPromptRpc,
         CloseRpc,
         SuspendServing,
@@ -119,8 +122,9 @@ class GatewayActor(ServiceActor):
         self.state = RpcState.CLOSED
         self.loop: ServingLoop | None = None
         self.connections: dict[int, Connection] = {}
-        self._inbox: PromptReplyInbox | None = None
-        self._inbox_address = b""
+        self._inboxes: dict[str, tuple[bytes, ReplyInbox]] = {}
+        """By prompt mode: the prompt reply inbox and the tokenizer reply inbox."""
+        self.edges = TokenEdges()
         self._run: OpenPromptRpc | None = None
         self._opener = b""
         self._bind = ("", 0)
@@ -136,8 +140,10 @@ class GatewayActor(ServiceActor):
         """Spawn the reply inbox and watch who is alive."""
         super().on_start(ctx)
         ctx.watch("members")
-        self._inbox = PromptReplyInbox(ctx.address)
-        self._inbox_address = ctx.spawn(self._inbox)
+        replies = {"direct": PromptEvent.__args__, "pipeline": (*TokenizerEvent.__args__, SequenceBegun)}
+        for mode, accepts in replies.items():
+            inbox = ReplyInbox(ctx.address, *accepts)
+            self._inboxes[mode] = (ctx.spawn(inbox), inbox)
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """S1 4.10, 4.11 and the events of TCP."""
@@ -166,6 +172,13 @@ class GatewayActor(ServiceActor):
             case SendFailed():
                 super().receive(msg, ctx)
                 self._on_send_failed(msg, ctx)
+            case TokenRecord():
+                if self.loop:
+                    self.loop.receive(msg, ctx)
+            case _ if isinstance(msg, TOKEN_EDGE_EVENTS):
+                self.edges.receive(msg, ctx)
+                if isinstance(msg, EdgeDown) and self.loop and self.edges.failed:
+                    self.loop.broken(self.edges.failed, ctx)
             case _:
                 super().receive(msg, ctx)
 
@@ -174,6 +187,8 @@ class GatewayActor(ServiceActor):
         if key in (CANCEL_TIMER, DEAD_TIMER):
             if self.loop:
                 self.loop.on_timer(key, ctx)
+        elif key == PUMP_TIMER:
+            self.edges.pump_due(ctx)
         elif key == RPC_TIMER:
             for conn in list(self.connections):
                 ctx.effect(TcpAbort(conn))
@@ -258,7 +273,8 @@ class GatewayActor(ServiceActor):
             return
         self.state, self._bind = RpcState.OPEN, (msg.host, msg.port)
         self._settled, self._shutdown_asked = 0, False
-        self.loop = ServingLoop(self._run, self._inbox_address, self._next_prompt_id, self)
+        reply_to, _ = self._inboxes[self._run.mode]
+        self.loop = ServingLoop(self._run, reply_to, self._next_prompt_id, self)
         self.loop.members_changed(ctx)
         if self._suspension is not None:
             self.loop.suspend(self._suspension, ctx)
@@ -285,6 +301,7 @@ class GatewayActor(ServiceActor):
 
     def _closed(self, ctx: Ctx) -> None:
         ctx.cancel(RPC_TIMER)
+        self.edges.close(ctx)
         self.state, self._run, self._suspension = RpcState.CLOSED, None, None
         if self.loop:
             self._next_prompt_id = self.loop.next_id
@@ -305,10 +322,10 @@ class GatewayActor(ServiceActor):
             ctx.effect(Log("warning", f"{name} did not reach the orchestrator: {failed.reason}"))
 
     def _drain_replies(self, ctx: Ctx) -> None:
-        assert self._inbox is not None
-        for _, event in self._inbox.drain():
-            if self.loop:
-                self.loop.receive(event, ctx)
+        for _, inbox in self._inboxes.values():
+            for _, event in inbox.drain():
+                if self.loop:
+                    self.loop.receive(event, ctx)
 
     # --- connections --------------------------------------------------------------------------------------------
     def _on_tcp(self, msg: TcpConnected | TcpData | TcpEof | TcpDrained | TcpClosed, ctx: Ctx) -> None:

@@ -33,6 +33,7 @@ from services.prompt_gateway.tcp import (
     TcpEof,
     TcpWrite,
 )
+from services.prompt_gateway.token_edges import TokenEdgeShell
 
 READ_BYTES = 64 * 1024
 ACCEPTS_PER_TURN = 64
@@ -265,6 +266,7 @@ def build(host: Host) -> TcpServer:
 
     server = TcpServer(host.loop, deliver)
     attach(server, host.on_effect)
+    TokenEdgeShell(host, gateway)
     return server
 
 

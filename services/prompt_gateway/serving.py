@@ -24,6 +24,7 @@ from common.messages.serve import OpenPromptRpc
 from services.prompt_gateway.queue import Outcome, PromptQueue, PromptWork
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes import MODES, PromptRuntime
+from services.prompt_gateway.runtimes.base import ServingBroken
 from services.prompt_gateway.wire import DoneLine, FaultLine, QueuedLine, Response, SubmitPrompt, TextDeltaLine
 
 CANCEL_TIMER = "prompt:cancel"
@@ -111,8 +112,21 @@ class ServingLoop:
     # --- events of the worker -----------------------------------------------------------------------------------
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """A message of a reply inbox."""
-        for event in self._runtime.receive(msg, self.active.work if self.active else None, ctx):
+        try:
+            events = self._runtime.receive(msg, self.active.work if self.active else None, ctx)
+        except ServingBroken as broken:
+            self.broken(str(broken), ctx)
+            return
+        for event in events:
             self._on_event(event, ctx)
+
+    def broken(self, error: str, ctx: Ctx) -> None:
+        """The way of prompts is broken: the active prompt's fault says so, then serving ends."""
+        if self.failed or self._stopped:
+            return
+        if self.active and self.active.work.outcome is None:
+            self._fault(self.active.work, error, ctx)
+        self._break(error, ctx)
 
     def _on_event(self, event: PromptEvent, ctx: Ctx) -> None:
         active = self.active

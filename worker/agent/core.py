@@ -22,6 +22,7 @@ from common.limits import (
     STAGE_STOPPED_MS,
 )
 from common.messages import engine as wire
+from common.messages.edge import BeginSequence
 from common.messages.node_agent import (
     CancelRequest,
     DecodeTokens,
@@ -38,8 +39,6 @@ from common.messages.node_agent import (
     RuntimeLoaded,
     RuntimeReadyAck,
     StageFailed,
-    StageInboundEdgeWire,
-    StageOutboundEdgeWire,
     StepCompleted,
     StopRun,
     WorkerCrashed,
@@ -72,7 +71,9 @@ from worker.agent.orders import order
 from worker.agent.readiness import READINESS_ID, Readiness
 from worker.agent.records import BOOTSTRAP, PROMPT, SHUTDOWN, STAGE, node_event
 from worker.agent.requests import RequestDesk
+from worker.agent.stage_edges import StageEdges, carry
 from worker.agent.vigil import Vigil
+from worker.edges.carrier import Carried
 
 REPORT_RESEND_MS = RUNTIME_READY_RESEND_MS_MAX  # an answer that the bus could not deliver is given again
 ENGINE_GRACE_MS = PROCESS_STOP_GRACE_MS // 2  # the engine must be gone before the provisioner kills the whole group
@@ -107,6 +108,8 @@ class NodeAgentActor(Actor):
         EncodePrompt,
         DecodeTokens,
         CancelRequest,
+        BeginSequence,
+        Carried,
         StopRun,
         *Fact.__args__,
         Lease,
@@ -127,8 +130,7 @@ class NodeAgentActor(Actor):
         self.report_to = report_to
         self.orchestrator = identity.orchestrator
         self.core = stage.StageController(identity.orchestrator, identity.node_id)
-        self.inbound_edge: StageInboundEdgeWire | None = None
-        self.outbound_edge: StageOutboundEdgeWire | None = None
+        self.edges = StageEdges()
         self.desk = RequestDesk(self._prompt_record)
         self.vigil = Vigil(identity)
         self.readiness = Readiness(identity, publisher)
@@ -144,7 +146,9 @@ class NodeAgentActor(Actor):
         self.engine_running = True
         self._record(ctx, BOOTSTRAP, "engine", "started", {"boot": ctx.boot})
         ctx.effect(StartEngine())
-        ctx.effect(EngineSend(wire.Initialize(device=self.identity.device, threads=self.identity.threads)))
+        mine = self.identity
+        initialize = wire.Initialize(device=mine.device, threads=mine.threads, edge=mine.edge)
+        ctx.effect(EngineSend(initialize))
         ctx.timer("lease", LEASE_TTL_MS)
         self._mind(ctx)
 
@@ -172,6 +176,10 @@ class NodeAgentActor(Actor):
                 self.desk.tokenize(msg, self._tokenizer_refusal(), ctx)
             case CancelRequest():
                 self.desk.cancel(msg, self.engine_running and self.engine_ready, ctx)
+            case BeginSequence():
+                self.edges.begin(msg, self._tokenizer_refusal(), ctx)
+            case Carried():
+                ctx.effect(EngineSend(wire.EdgeCarry(peer=msg.peer, frame=msg.frame)))
             case StopRun():
                 self._stop_run(msg, ctx)
             case Lease():
@@ -270,14 +278,17 @@ class NodeAgentActor(Actor):
             return  # the stage faulted on an earlier command of the same provision
         match command:
             case stage.EstablishInboundEdge():
-                self.inbound_edge = command.edge
+                self.edges.inbound = command.edge
                 self._establish(command.edge, MarkInboundEdgeReady(edge_id=command.edge_id), ctx)
             case stage.EstablishOutboundEdge():
-                self.outbound_edge = command.edge
+                self.edges.outbound = command.edge
                 self._establish(command.edge, MarkOutboundEdgeReady(edge_id=command.edge_id), ctx)
             case stage.StopLocalEdges():
                 self.desk.fail_all("the run is being stopped", ctx, engine_gone=not self.engine_running)
-                self._quiesce(ctx)
+                if self.edges.is_open and self.engine_running:
+                    ctx.effect(EngineSend(wire.CloseEdges()))
+                else:
+                    self._quiesce(ctx)
             case _:
                 if message := order(command):
                     ctx.effect(EngineSend(message))
@@ -286,9 +297,8 @@ class NodeAgentActor(Actor):
         """Direct mode has no edge to wait for: both are ready at once (design.md 4)."""
         if edge is None:
             self._apply(ready, ctx)
-            return
-        detail = "this worker serves whole models and has no edges between stages"
-        self._apply(StageFailed(reason=stage.FaultReason.EDGE_FAULT, detail=detail), ctx)
+        elif self.core.provision is not None:
+            self.edges.open(self.core.provision, ctx)
 
     def _lifecycle(self, event: stage.Lifecycle, ctx: Ctx) -> None:
         run_id, node_id, stage_index = self.identity.run_id, self.identity.node_id, self.identity.stage_index
@@ -327,7 +337,9 @@ class NodeAgentActor(Actor):
         self._apply(msg, ctx)
 
     def _quiesce(self, ctx: Ctx) -> None:
-        """No edge of direct mode moves bytes, and nothing computes once the cancelled generation has ended."""
+        """No edge moves bytes, and nothing computes once the cancelled generation has ended."""
+        if self.edges.is_open and self.engine_running:
+            return  # the engine says EdgesClosed
         if self.core.state is stage.StageState.STOPPING and not self.desk.active:
             run_id = self.identity.run_id
             self._apply(LocalEdgesStopped(run_id=run_id), ctx)
@@ -368,6 +380,7 @@ class NodeAgentActor(Actor):
         match msg:
             case wire.EngineReady():
                 self.engine_ready = True
+                self.readiness.edge_candidates = msg.edge_candidates
                 detail = {"backend": msg.backend, "pid": msg.pid, "elapsed_ms": msg.elapsed_ms}
                 self._record(ctx, BOOTSTRAP, "engine", "ready", detail)
                 self._apply(MarkWorkerReady(), ctx)
@@ -382,9 +395,31 @@ class NodeAgentActor(Actor):
                 self._apply(WorkerRoleReset(run_id=self.identity.run_id), ctx)
             case wire.Fatal():
                 self._crash(msg.error, ctx)
+            case wire.EdgeReady() | wire.StageFaulted() | wire.EngineBegun() | wire.EdgesClosed() | wire.EdgeCarry():
+                self._edges_said(msg, ctx)
+            case wire.EngineFault() if self.edges.refused(msg, ctx):
+                pass
             case _:
                 self.desk.engine_said(msg, ctx)
                 self._quiesce(ctx)
+
+    def _edges_said(self, msg: Message, ctx: Ctx) -> None:
+        """What the engine says of its edges (S1 6.5, 6.10)."""
+        match msg:
+            case wire.EdgeReady():
+                inbound = self.edges.inbound is not None and msg.edge_id == self.edges.inbound.edge_id
+                self._record(ctx, STAGE, "edge", "ready", {"edge_id": msg.edge_id, "path": msg.path})
+                kind = MarkInboundEdgeReady if inbound else MarkOutboundEdgeReady
+                self._apply(kind(edge_id=msg.edge_id), ctx)
+            case wire.StageFaulted():
+                self._apply(StageFailed(reason=msg.reason, detail=msg.detail), ctx)
+            case wire.EngineBegun():
+                self.edges.begun(msg.request_id, self.identity.stage_index, ctx)
+            case wire.EdgesClosed():
+                self.edges.is_open = False
+                self._quiesce(ctx)
+            case wire.EdgeCarry():
+                carry(msg, ctx)
 
     def _weights_loaded(self, msg: wire.WeightsLoaded, ctx: Ctx) -> None:
         detail = {

@@ -15,6 +15,10 @@ from common.codec import BadEnvelope, Message, decode_body, encode_body
 from common.limits import ENVELOPE_BYTES_MAX
 from common.messages.engine import (
     Cancelled,
+    EdgeCarry,
+    EdgeReady,
+    EdgesClosed,
+    EngineBegun,
     EngineDecoded,
     EngineDone,
     EngineEncoded,
@@ -25,6 +29,7 @@ from common.messages.engine import (
     Released,
     RoleConfigured,
     RoleReset,
+    StageFaulted,
     TokenDelta,
     WeightsLoaded,
 )
@@ -44,6 +49,11 @@ FROM_ENGINE: tuple[type[Message], ...] = (
     Released,
     RoleReset,
     Fatal,
+    EdgeReady,
+    EdgesClosed,
+    EdgeCarry,
+    EngineBegun,
+    StageFaulted,
 )
 """All that an engine may say."""
 

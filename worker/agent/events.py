@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from common.codec import Message
 from common.effects import Effect
+from common.messages.engine import EdgeBind
 from worker.stage_controller import Output
 
 
@@ -23,6 +24,8 @@ class WorkerIdentity:
     """The ActorAddress whose orders count (authorized_orchestrator)."""
     device: str = ""
     threads: int = 0
+    edge: EdgeBind | None = None
+    """Where the engine takes edges; None: nowhere."""
 
 
 # --- effects ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.actors import Ctx
 from common.limits import RUNTIME_READY_RESEND_MS_MAX, RUNTIME_READY_RESEND_MS_MIN
@@ -22,6 +22,8 @@ class Readiness:
     identity: WorkerIdentity
     publisher: bytes
     acknowledged: bool = False
+    edge_candidates: list[str] = field(default_factory=list)
+    """Where the engine takes edges."""
     _delay_ms: int = RUNTIME_READY_RESEND_MS_MIN
 
     def this_runtime(self, ctx: Ctx) -> RuntimeLoaded:
@@ -30,9 +32,14 @@ class Readiness:
             run_id=self.identity.run_id,
             node_id=self.identity.node_id,
             stage_index=self.identity.stage_index,
-            endpoint=EndpointWire(node_key=ctx.node),
+            endpoint=self._endpoint(ctx),
             readiness_id=READINESS_ID,
         )
+
+    def _endpoint(self, ctx: Ctx) -> EndpointWire:
+        """Every node can also be reached over the bus, if it takes edges at all."""
+        candidates = list(self.edge_candidates)
+        return EndpointWire(node_key=ctx.node, candidates=candidates, relay=bool(candidates))
 
     def loaded(self, msg: RuntimeLoaded, ctx: Ctx) -> None:
         """Begin to report."""
@@ -47,7 +54,7 @@ class Readiness:
             run_id=self.identity.run_id,
             node_id=self.identity.node_id,
             stage_index=self.identity.stage_index,
-            endpoint=EndpointWire(node_key=ctx.node),
+            endpoint=self._endpoint(ctx),
             node_actor=ctx.address,
             datastream_publisher=self.publisher,
             readiness_id=READINESS_ID,

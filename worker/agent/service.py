@@ -20,11 +20,13 @@ from common.redact import Redactor
 from common.swim.actor import SwimActor
 from common.swim.config import PROFILES
 from worker.agent.core import NodeAgentActor
+from worker.agent.edge_bind import edge_bind
 from worker.agent.engine_process import ENGINE_COMMAND, EngineProcess
 from worker.agent.events import EngineSend, KillEngine, ReadPage, StartEngine, StopAsked, WorkerIdentity
 from worker.agent.host_stats import CPU, GPU, GPU_JOB, MEMORY, HostSampler, ReadHost, query_gpus, read_host
 from worker.agent.records import CHANNELS
 from worker.agent.stdin_watch import StdinLines, is_watched, on_readable
+from worker.edges.carrier import EdgeCarrierActor, carrier_address
 
 # libzmq itself would only say "Invalid argument"; an ipc path longer than 107 bytes does not fit the kernel.
 ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):[0-9]{1,5}|ipc://[^\0]{1,107}")
@@ -69,6 +71,7 @@ class Worker:
             stage_index=launch.stage_index,
             orchestrator=bytes.fromhex(launch.orchestrator),
             device=launch.device,
+            edge=edge_bind(launch, KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))),
         )
         self.engine = EngineProcess(host.loop, self._tell, command=engine_command, environ=_environment(launch))
         host.on_effect(Observed, self._observed)
@@ -80,6 +83,7 @@ class Worker:
         self.sampler = host.spawn(HostSampler(gpu=gpu))
         host.on_effect(ReadHost, lambda address, _: host.deliver(address, read_host(self.engine.pid)))
         self.agent = host.spawn(NodeAgentActor(identity, self.publisher, swim))
+        host.node.system.spawn(EdgeCarrierActor(self.agent), address=carrier_address(host.node_key))
         if is_watched(stdin):
             self._stdin = stdin
             host.loop.add_fd(stdin, on_readable(stdin, StdinLines(), self._stop))

@@ -67,8 +67,9 @@ class EdgePort:
 
     # --- edges ------------------------------------------------------------------------------------------------
     def accept(self, edge: StageInboundEdgeWire) -> None:
-        """Take this edge from now on; until then its producer is told EdgeNotYet."""
-        decoder = RecordDecoder(edge.object_spec.max_extent, edge.object_spec.alignment)
+        """Take this edge from now on; until then its producer is told EdgeNotYet. Sequences are checked by the owner:
+        the stage's table or the prompt runtime."""
+        decoder = RecordDecoder(edge.object_spec.max_extent, edge.object_spec.alignment, sequenced=False)
         capacity = edge.ring_spec.data_capacity
         self._desk.consumers.append(EdgeConsumer(edge.edge_id, edge.edge_token, self.run, capacity, decoder))
 

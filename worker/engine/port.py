@@ -35,6 +35,8 @@ from common.messages.engine import (
     Shutdown,
     TokenDelta,
 )
+from worker.engine.mailbox import Mailbox
+from worker.engine.stage_port import StagePort
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 65_536
@@ -51,35 +53,6 @@ def exit_now(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
-
-
-class Mailbox:
-    """Commands for the main thread, and the requests that it must give up."""
-
-    def __init__(self) -> None:
-        self._commands: deque[Message] = deque()
-        self._ready = threading.Condition()
-        self._cancelled: set[int] = set()
-
-    def put(self, message: Message) -> None:
-        with self._ready:
-            self._commands.append(message)
-            self._ready.notify()
-
-    def get(self) -> Message:
-        with self._ready:
-            while not self._commands:
-                self._ready.wait()
-            return self._commands.popleft()
-
-    def cancel(self, request_id: int) -> None:
-        self._cancelled.add(request_id)
-
-    def is_cancelled(self, request_id: int) -> bool:
-        return request_id in self._cancelled
-
-    def forget(self, request_id: int) -> None:
-        self._cancelled.discard(request_id)
 
 
 class Port:
@@ -99,6 +72,7 @@ class Port:
         self._delta: TokenDelta | None = None
         self._delta_due = 0.0
         self._exit: int | None = None
+        self.stage = StagePort(mailbox, self._forward, self.wake)
 
     # -- the main thread's side ----------------------------------------------------------------------------
 
@@ -111,6 +85,9 @@ class Port:
 
     def send(self, message: Message) -> None:
         self._outgoing.append(message)
+        self.wake()
+
+    def wake(self) -> None:
         os.eventfd_write(self._event, 1)
 
     # -- the port thread -----------------------------------------------------------------------------------
@@ -133,14 +110,20 @@ class Port:
             if self._exit is not None and not self._out:
                 exit_now(self._exit)
             poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
-            timeout = None
+            if (edges := self.stage.fd) is not None:
+                poll.register(edges, select.POLLIN)
+            timeout: float | None = self.stage.wait_ms()
             if self._delta is not None and self._delta.text:
-                timeout = max(0.0, (self._delta_due - time.monotonic()) * 1000)
+                due = max(0.0, (self._delta_due - time.monotonic()) * 1000)
+                timeout = due if timeout is None else min(due, timeout)
             for descriptor, event in poll.poll(timeout):
                 if descriptor == self._event:
                     os.eventfd_read(self._event)
+                elif descriptor == edges:
+                    pass
                 elif event & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._read()
+            self.stage.pump()
             while self._outgoing:
                 self._forward(self._outgoing.popleft())
 
@@ -168,6 +151,8 @@ class Port:
                 return
 
     def _receive(self, message: Message) -> None:
+        if self.stage.receive(message):
+            return
         if isinstance(message, Shutdown):
             self._exit = 0
         elif isinstance(message, Cancel):

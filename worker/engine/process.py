@@ -42,8 +42,10 @@ from common.messages.engine import (
 from common.messages.node_agent import LocalPath
 from common.messages.node_agent import Sampling as WireSampling
 from worker.engine.errors import EngineError
-from worker.engine.port import Mailbox, Port
+from worker.engine.mailbox import Mailbox
+from worker.engine.port import Port
 from worker.engine.progress import CoalescedProgress, Phase, ProgressPage
+from worker.engine.stage_role import StageRole
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
@@ -81,13 +83,15 @@ class EngineProcess:
         self._engine: Engine | None = None
         self._threads = 0
         self._streams: dict[int, StreamDecoder] = {}
-        self._handlers: dict[type[Message], Callable[..., None]] = {
+        self._stage = StageRole(self._mailbox, self._port.stage, self._page, self._port.send, _sampling)
+        self._handlers: dict[type, Callable[..., None]] = {
             Initialize: self._initialize,
             ConfigureRole: self._configure,
             LoadWeights: self._load,
             EngineInfer: self._infer,
             ReleaseRun: self._release,
             ResetRole: self._reset,
+            **self._stage.handlers,
         }
 
     def run(self) -> None:
@@ -126,7 +130,13 @@ class EngineProcess:
         assert engine is not None
         self._page.enter(Phase.IDLE)
         backend = f"tinygrad {tinygrad_shim.device_name()}"
-        self._port.send(EngineReady(pid=os.getpid(), backend=backend, elapsed_ms=_elapsed_ms(started)))
+        ready = EngineReady(
+            pid=os.getpid(),
+            backend=backend,
+            elapsed_ms=_elapsed_ms(started),
+            edge_candidates=self._port.stage.candidates,
+        )
+        self._port.send(ready)
 
     def _configure(self, message: ConfigureRole) -> None:
         if not 0 <= message.stage_index < message.stage_count:
@@ -166,6 +176,7 @@ class EngineProcess:
         self._page.enter(Phase.WARMING_UP)
         engine.warm_up(report)
         self._engine = engine
+        self._stage.loaded(engine)
         self._page.enter(Phase.IDLE)
         self._port.send(
             WeightsLoaded(
@@ -233,6 +244,7 @@ class EngineProcess:
         if self._engine is not None:
             self._page.enter(Phase.RELEASING)
             engine, self._engine = self._engine, None
+            self._stage.dropped()
             engine.close()
         self._page.enter(Phase.IDLE)
 

@@ -8,8 +8,13 @@ from common.messages.serve import OpenPromptRpc
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes.base import PromptRuntime
 from services.prompt_gateway.runtimes.direct import DirectPromptRuntime
+from services.prompt_gateway.runtimes.pipeline import PipelinePromptRuntime
 
-MODES: dict[str, Callable[[OpenPromptRpc, bytes, Records], PromptRuntime]] = {"direct": DirectPromptRuntime}
-"""mode → runtime(run, reply_to, records): the serving actors of the run and the gateway's prompt reply inbox."""
+MODES: dict[str, Callable[[OpenPromptRpc, bytes, Records], PromptRuntime]] = {
+    "direct": DirectPromptRuntime,
+    "pipeline": PipelinePromptRuntime,
+}
+"""mode → runtime(run, reply_to, records): the serving actors of the run and the gateway's reply inbox: for prompt
+events in direct mode, for tokenizer events in pipeline mode (S1 6.3)."""
 
-__all__ = ["MODES", "DirectPromptRuntime", "PromptRuntime"]
+__all__ = ["MODES", "DirectPromptRuntime", "PipelinePromptRuntime", "PromptRuntime"]

@@ -10,6 +10,10 @@ from common.messages.prompt import PromptEvent
 from services.prompt_gateway.queue import PromptWork
 
 
+class ServingBroken(Exception):
+    """The way of prompts itself is broken (S1 10.10): the active prompt gets this sentence, and the run ends."""
+
+
 class PromptRuntime(Protocol):
     """Executes one prompt at a time; the serving loop calls it and owns the client, the terminal event and the slot.
 
@@ -23,6 +27,7 @@ class PromptRuntime(Protocol):
         """What a message of the reply inboxes means for the active prompt `work`: events with its prompt_id, in order.
 
         Messages of other prompts are dropped here with a record (S1 6.12); work is None while no prompt is active.
+        Raises ServingBroken.
         """
 
     def cancel(self, work: PromptWork, ctx: Ctx) -> None:

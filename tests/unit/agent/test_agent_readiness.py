@@ -13,11 +13,8 @@ from common.messages.engine import ConfigureRole, Initialize, LoadWeights, Progr
 from common.messages.node_agent import (
     LocalPath,
     MarkWeightsReady,
-    ObjectSpec,
-    RingSpec,
     RuntimeLoaded,
     RuntimeReadyAck,
-    StageInboundEdgeWire,
     WorkerCrashed,
 )
 from common.messages.orchestrator import (
@@ -179,24 +176,6 @@ def test_a_provision_of_another_run_or_stage_is_dropped_with_a_record(wrong: dic
     assert (agent.told(), agent.sent()) == ([], [])
     assert agent.events() == [("stage", "message", "dropped")]
     assert agent.actor.core.state is StageState.UNPROVISIONED
-
-
-def test_edges_between_stages_are_refused_in_one_sentence() -> None:
-    agent = Agent()
-    agent.engine(ENGINE_READY)
-    agent.quiet()
-    edge = StageInboundEdgeWire(
-        edge_id=1,
-        kind="TokenIn",
-        object_spec=ObjectSpec(max_extent=4, alignment=4),
-        ring_spec=RingSpec(data_capacity=64, alignment=64),
-    )
-    agent.tell(provision(inbound_edge=edge))
-    assert agent.told() == [], "nothing is loaded for a stage that cannot work"
-    ((_, fault),) = agent.sent()
-    assert isinstance(fault, ObserveStageFault) and fault.reason.startswith(
-        "EdgeFault: this worker serves whole models"
-    )
 
 
 @pytest.mark.spec("S1 6.12", "S1 9.19")

@@ -1,0 +1,200 @@
+"""Planned execution in a run: the plan before any worker, token endpoints before any stage (S1 4.4, 5.3, 9.3, 9.8).
+
+The plan is made by a job, since it looks at a file. After the acknowledgement the gateway binds token-out and dials
+token-in; then the stages are provisioned one after the other by stages.py, each with its wire of the plan. The prompt
+RPC opens after every StageReady and both token endpoints (design.md 6 row 36).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from common.actors import Ctx
+from common.addresses import NONCE_BYTES, Role
+from common.effects import JobDone, RunJob
+from common.limits import PROVIDER_START_MS
+from common.messages.node_agent import StageProvisionWire
+from common.messages.orchestrator import (
+    EndpointWire,
+    ObserveTokenEndpointsStopped,
+    ObserveTokenInEndpointReady,
+    ObserveTokenOutEndpointReady,
+)
+from common.messages.provision import NodeProvisionSpec
+from common.messages.serve import (
+    OpenPromptRpc,
+    OpenTokenIn,
+    OpenTokenOut,
+    TokenEndpointFailed,
+    TokenEndpointReady,
+    TokenOutListening,
+)
+from services.orchestrator.base import Phase, Worker
+from services.orchestrator.planner import PlanError, RunPlan, inbound_wire, node_specs, outbound_wire, stage_wire
+from services.orchestrator.planner_facts import PLAN_JOB
+from services.orchestrator.startup import StartUp
+
+PLAN_LIMIT_MS = 30_000  # the index of a local file; only a hung network file system takes longer
+TOKEN_ENDPOINTS = ("TokenIn", "TokenOut")
+
+
+class PlannedRun(StartUp):
+    """Direct execution passes through unchanged."""
+
+    PLANNED_INCOMING: ClassVar[tuple[type, ...]] = (JobDone, TokenOutListening, TokenEndpointReady, TokenEndpointFailed)
+
+    def __init__(self, nonce: bytes) -> None:
+        super().__init__(nonce)
+        self.plan: RunPlan | None = None
+        self._edge_tokens: dict[int, bytes] = {}
+        self._endpoints: dict[int, EndpointWire] = {}
+        self._token_endpoints: set[str] = set()
+        self._rpc_due = False
+
+    def planned_message(self, msg: Any, ctx: Ctx) -> None:
+        """A message of PLANNED_INCOMING."""
+        match msg:
+            case JobDone(kind=kind) if kind == PLAN_JOB:
+                self._planned(msg, ctx)
+            case TokenOutListening():
+                self._token_out_listening(msg, ctx)
+            case TokenEndpointReady():
+                self._token_endpoint_ready(msg, ctx)
+            case TokenEndpointFailed() if self.active:
+                self.fail(ctx, f"pipeline {_words(msg.endpoint)} edge: {msg.error}")
+            case _:
+                pass
+
+    # --- the plan (4.4) -----------------------------------------------------------------------------------------
+    def make_plan(self, ctx: Ctx) -> None:
+        """Planned execution begins; direct execution never comes here."""
+        self.phase, self.waiting_for = Phase.PLAN, "the run plan"
+        config = self.config
+        self.record(ctx, "run_plan", "started", {"pipeline_stages": config.pipeline_stages})
+        ctx.effect(RunJob(PLAN_JOB, "plan", {"config": config}, PLAN_LIMIT_MS))
+
+    def _planned(self, done: JobDone, ctx: Ctx) -> None:
+        if self.phase is not Phase.PLAN:
+            return
+        if done.error or not isinstance(done.result, RunPlan):
+            self.fail(ctx, done.error or "the run planner gave no plan")
+            return
+        plan = self.plan = done.result
+        detail = {
+            "stage_count": len(plan.stages),
+            "model_id": plan.facts.model_id,
+            "num_layers": plan.facts.num_layers,
+            "hidden_dim": plan.facts.hidden_dim,
+            "max_seq_len": plan.facts.max_seq_len,
+            "stages": [
+                {
+                    "stage_index": stage.stage_index,
+                    "node_id": stage.node_id,
+                    "layer_range": {"start": stage.layer_start, "end_exclusive": stage.layer_end_exclusive},
+                }
+                for stage in plan.stages
+            ],
+            "edges": [
+                {"edge_id": edge.edge_id, "kind": edge.kind, "data_capacity": edge.ring_spec.data_capacity}
+                for edge in plan.edges
+            ],
+        }
+        self.record(ctx, "run_plan", "ready", detail)
+        self.prepare_provider(ctx)
+
+    def specs(self) -> list[NodeProvisionSpec]:
+        """The plan's workers."""
+        return super().specs() if self.plan is None else node_specs(self.plan, self.config.image)
+
+    # --- token endpoints ----------------------------------------------------------------------------------------
+    def begin_stages(self, ctx: Ctx) -> None:
+        """The last stage's wire needs the gateway's endpoint, the first stage's edge needs its producer."""
+        if self.plan is None:
+            super().begin_stages(ctx)
+            return
+        self.waiting_for = "the token endpoints"
+        self.limit(ctx, PROVIDER_START_MS, "the prompt gateway did not open the token-out endpoint")
+        self._edge_tokens = {edge.edge_id: ctx.rng.randbytes(NONCE_BYTES) for edge in self.plan.edges}
+        for worker in self.workers.values():
+            if worker.endpoint is not None:
+                self._endpoints[worker.node_id] = worker.endpoint
+        token_out = self.plan.token_out
+        message = OpenTokenOut(
+            run_id=self.run_id,
+            run=self.nonce,
+            token_out=inbound_wire(token_out, self._edge_tokens[token_out.edge_id]),
+            relay_only=self.config.pipeline_edges == "relay",
+        )
+        self.rpc_open = True
+        self.record(ctx, "token_endpoints", "started", {})
+        ctx.send(self.service(ctx, Role.GATEWAY), message)
+
+    def _token_out_listening(self, msg: TokenOutListening, ctx: Ctx) -> None:
+        if self.phase is not Phase.BOOTSTRAP or self.plan is None:
+            return
+        self._endpoints[self.plan.node_id] = msg.endpoint
+        try:
+            wires = [self.stage_wire(worker) for worker in self.workers.values()]
+            token_in = self.plan.token_in
+            wire = outbound_wire(token_in, self._edge_tokens[token_in.edge_id], self._endpoints)
+        except PlanError as error:
+            self.fail(ctx, str(error))
+            return
+        assert len(wires) == len(self.plan.stages)
+        ctx.send(self.service(ctx, Role.GATEWAY), OpenTokenIn(run_id=self.run_id, token_in=wire))
+        super().begin_stages(ctx)
+
+    def _token_endpoint_ready(self, msg: TokenEndpointReady, ctx: Ctx) -> None:
+        if msg.endpoint not in TOKEN_ENDPOINTS or not self.active:
+            return
+        self._token_endpoints.add(msg.endpoint)
+        self.record(ctx, "token_endpoints", "ready", {"endpoint": msg.endpoint, "path": msg.path})
+        fact = ObserveTokenInEndpointReady() if msg.endpoint == "TokenIn" else ObserveTokenOutEndpointReady()
+        ctx.send(self.actor_address, fact)
+        if self._rpc_due:
+            self.open_rpc(ctx)
+
+    # --- stages and the RPC -------------------------------------------------------------------------------------
+    def stage_wire(self, worker: Worker) -> StageProvisionWire:
+        """S1 6.6 of the plan."""
+        if self.plan is None:
+            return super().stage_wire(worker)
+        return stage_wire(
+            self.plan,
+            worker.stage_index,
+            orchestrator=self.actor_address,
+            tokens=self._edge_tokens,
+            endpoints=self._endpoints,
+        )
+
+    def open_rpc(self, ctx: Ctx) -> None:
+        """Not before both token endpoints are there."""
+        self._rpc_due = self.plan is not None and len(self._token_endpoints) < len(TOKEN_ENDPOINTS)
+        if not self._rpc_due:
+            super().open_rpc(ctx)
+
+    def rpc_closed(self, ctx: Ctx) -> None:
+        """The gateway has closed the token endpoints with it."""
+        if self.plan is not None:
+            ctx.send(self.actor_address, ObserveTokenEndpointsStopped())
+        super().rpc_closed(ctx)
+
+    def prompt_rpc(self, ordered: list[Worker]) -> OpenPromptRpc:
+        """What the gateway has to know to serve."""
+        if self.plan is None:
+            return super().prompt_rpc(ordered)
+        return OpenPromptRpc(
+            run_id=self.run_id,
+            node_id=self.node_id,
+            mode="pipeline",
+            encode_actor=ordered[0].node_actor,
+            decode_actor=ordered[-1].node_actor,
+            nodes=[worker.node_key for worker in ordered],
+            eos_tokens=list(self.plan.facts.eos_token_ids),
+            stage_actors=[worker.node_actor for worker in ordered],
+            max_context=self.plan.facts.max_seq_len,
+        )
+
+
+def _words(endpoint: str) -> str:
+    return {"TokenIn": "token-in", "TokenOut": "token-out"}.get(endpoint, endpoint)

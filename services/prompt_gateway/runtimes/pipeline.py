@@ -1,0 +1,311 @@
+"""Pipeline mode: tokenizer actors and token edges around one prompt at a time (S1 5.8, 6.10, 7.10, 9.12, 9.13).
+
+encode on the first stage → every stage is told of the sequence → one token-in record for the whole prompt → for each
+token-out: sequence, EOS, cap and context are checked, the token is fed back at once, then decoded on the last stage.
+Decodes are pipelined and emitted in order; Done waits for the last. Sequences count over prompts and never restart:
+what an earlier prompt left behind is told by its object id, advances the sequence and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from common.actors import Ctx
+from common.addresses import short
+from common.codec import Message
+from common.edge_records import Record, decode_tokens, encode_tokens
+from common.messages.edge import BeginSequence, SequenceBegun
+from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
+from common.messages.prompt import (
+    Done,
+    Fault,
+    PromptEncoded,
+    PromptEvent,
+    TextDelta,
+    TokenizerEvent,
+    TokenizerFault,
+    TokensDecoded,
+)
+from common.messages.serve import OpenPromptRpc
+from common.stopping import StopTracker
+from services.prompt_gateway.queue import PromptWork
+from services.prompt_gateway.records import Records
+from services.prompt_gateway.runtimes.base import ServingBroken
+from services.prompt_gateway.token_edges import TokenRecord, write_token_in
+
+DECODE_WINDOW = 32  # decodes on their way (design.md 4); the tokenizer's host bounds them, too
+RECENT_TOKENS = 64  # what the sampler's repetition penalty looks back at
+
+
+class State(StrEnum):
+    """Of the active prompt."""
+
+    ENCODING = "encoding"
+    BEGINNING = "beginning"
+    GENERATING = "generating"
+    ENDING = "ending"
+    """No more tokens are wanted; decodes are awaited."""
+    CANCELLING = "cancelling"
+
+
+@dataclass(slots=True)
+class ActivePipelinePrompt:
+    """S1 7.10's prompt state."""
+
+    work: PromptWork
+    started_ms: int
+    tracker: StopTracker
+    state: State = State.ENCODING
+    prompt: list[int] = field(default_factory=list)
+    first_object: int = 0
+    waiting: set[bytes] = field(default_factory=set)
+    """Stages that have not confirmed: the begin, or the cancel."""
+    generated: int = 0
+    finish: str = ""
+    pending_decode: int = 0
+    to_decode: deque[tuple[list[int], bool]] = field(default_factory=deque)
+    text: list[str] = field(default_factory=list)
+    flushed: bool = False
+    """The decoder was told that it is over."""
+
+
+class PipelinePromptRuntime:
+    """Sequences live as long as the run; everything else is the active prompt's."""
+
+    def __init__(self, run: OpenPromptRpc, reply_to: bytes, records: Records) -> None:
+        self._stages = tuple(run.stage_actors)
+        self._encode_actor, self._decode_actor = run.encode_actor, run.decode_actor
+        self._max_context = run.max_context
+        self._token_in, self._token_out = 1, len(run.stage_actors) + 1
+        self._reply_to, self._records = reply_to, records
+        self._next_in = 0
+        self._expected_out = 0
+        self._active: ActivePipelinePrompt | None = None
+
+    # --- start ------------------------------------------------------------------------------------------------
+    def start(self, work: PromptWork, ctx: Ctx) -> None:
+        """Ask for the prompt's tokens."""
+        request = work.request
+        self._active = ActivePipelinePrompt(work, ctx.now_ms, StopTracker(work.max_tokens, request.stop or []))
+        detail = {"node_actor": short(self._encode_actor), "reply_to": short(self._reply_to)}
+        self._records.emit(ctx, "pipeline_tokenizer_encode", "started", work, detail)
+        encode = EncodePrompt(
+            request_id=work.prompt_id,
+            prompt=request.prompt_text or "",
+            reply_to=self._reply_to,
+            messages=request.chat(),
+            raw=bool(request.raw),
+        )
+        ctx.send(self._encode_actor, encode)
+
+    def _encoded(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx) -> list[PromptEvent]:
+        detail = {"node_actor": short(self._encode_actor), "tokens": len(tokens)}
+        self._records.emit(ctx, "pipeline_tokenizer_encode", "ready", active.work, detail)
+        if not tokens:
+            return self._fault(active, "the prompt is empty", ctx)
+        if len(tokens) >= self._max_context:
+            error = (
+                f"the prompt has {len(tokens)} tokens, but the context holds {self._max_context} "
+                "and needs room for an answer"
+            )
+            return self._fault(active, error, ctx)
+        active.prompt, active.state = tokens, State.BEGINNING
+        active.first_object, active.waiting = self._next_in, set(self._stages)
+        for stage in self._stages:
+            begin = BeginSequence(
+                request_id=active.work.prompt_id,
+                first_object_id=active.first_object,
+                reply_to=self._reply_to,
+                sampling=active.work.request.sampler(),
+                recent=tokens[-RECENT_TOKENS:],
+            )
+            ctx.send(stage, begin)
+        return []
+
+    def _begun(self, active: ActivePipelinePrompt, msg: SequenceBegun, ctx: Ctx) -> list[PromptEvent]:
+        if msg.stage_index < len(self._stages):
+            active.waiting.discard(self._stages[msg.stage_index])
+        if active.waiting:
+            return []
+        active.state = State.GENERATING
+        self._inject(active, active.prompt, ctx, begin=True)
+        return []
+
+    def _inject(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx, *, begin: bool) -> None:
+        sequence, self._next_in = self._next_in, self._next_in + 1
+        if begin:
+            detail = {"edge_id": self._token_in, "sequence": sequence, "tokens": len(tokens), "begin_sequence": True}
+            self._records.emit(ctx, "pipeline_token_in", "started", active.work, detail)
+        record = Record(sequence, sequence, encode_tokens(tokens), begin=begin, end=True)
+        write_token_in(self._token_in, record, ctx)
+
+    # --- events -----------------------------------------------------------------------------------------------
+    def receive(self, msg: Any, work: PromptWork | None, ctx: Ctx) -> list[PromptEvent]:
+        """Tokenizer events, begun stages and token-out records. Raises ServingBroken."""
+        if isinstance(msg, TokenRecord):
+            return self._token(msg.record, ctx)
+        if not isinstance(msg, TokenizerEvent | SequenceBegun):
+            return []
+        active = self._active
+        if active is None or msg.request_id != active.work.prompt_id or active.state is State.CANCELLING:
+            self._drop(msg, work, ctx)
+            return []
+        match msg:
+            case TokenizerFault():
+                return self._fault(active, f"tokenizer request failed: {msg.error}", ctx)
+            case PromptEncoded() if active.state is State.ENCODING:
+                return self._encoded(active, msg.tokens, ctx)
+            case SequenceBegun() if active.state is State.BEGINNING:
+                return self._begun(active, msg, ctx)
+            case TokensDecoded() if active.pending_decode:
+                return self._decoded(active, msg.text, ctx)
+            case _:
+                self._drop(msg, work, ctx)
+                return []
+
+    def _drop(self, msg: Message, work: PromptWork | None, ctx: Ctx) -> None:
+        if isinstance(msg, TokensDecoded) and not msg.text:
+            return  # the answer to a decoder's end
+        reason = "no_active_prompt" if self._active is None else "request_mismatch"
+        request_id = getattr(msg, "request_id", 0)
+        self._records.dropped(ctx, request_id, reason, type(msg).__name__, work)
+
+    def _token(self, record: Record, ctx: Ctx) -> list[PromptEvent]:
+        if record.sequence != self._expected_out or record.object_id != record.sequence:
+            got = record.sequence if record.object_id == record.sequence else f"object {record.object_id}"
+            raise ServingBroken(f"pipeline token sequence violation: expected {self._expected_out}, got {got}")
+        self._expected_out += 1
+        if len(record.payload) not in (0, 4):
+            raise ServingBroken(f"invalid token-out record: {len(record.payload)} bytes instead of one u32")
+        active = self._active
+        wanted = active is not None and active.state is State.GENERATING and record.sequence >= active.first_object
+        if active is None or not wanted:
+            return []
+        if record.sequence + 1 != self._next_in:
+            raise ServingBroken(f"invalid token-out record: sequence {record.sequence} was not injected yet")
+        if not record.payload:
+            return self._fault(active, f"the pipeline gave up object {record.object_id}", ctx)
+        (token,) = decode_tokens(record.payload)
+        detail = {
+            "edge_id": self._token_out,
+            "object_id": record.object_id,
+            "sequence": record.sequence,
+            "eos": record.end,
+            "generated_index": active.generated + (not record.end),
+        }
+        self._records.emit(ctx, "pipeline_token_out", "observed", active.work, detail)
+        if record.end:
+            self._end(active, "stop")
+            self._decode(active, [], ctx, last=True)
+            return []
+        active.generated += 1
+        cap = active.work.max_tokens
+        if cap and active.generated >= cap:
+            self._end(active, "length")
+        elif len(active.prompt) + active.generated >= self._max_context:
+            self._end(active, "context")
+        else:
+            self._inject(active, [token], ctx, begin=False)
+        self._decode(active, [token], ctx, last=bool(active.finish))
+        return []
+
+    def _end(self, active: ActivePipelinePrompt, finish: str) -> None:
+        active.state, active.finish = State.ENDING, finish
+
+    # --- decoding ---------------------------------------------------------------------------------------------
+    def _decode(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx, *, last: bool) -> None:
+        active.to_decode.append((tokens, last))
+        self._send_decodes(active, ctx)
+
+    def _send_decodes(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
+        while active.to_decode and active.pending_decode < DECODE_WINDOW:
+            tokens, last = active.to_decode.popleft()
+            active.pending_decode += 1
+            active.flushed |= last
+            decode = DecodeTokens(request_id=active.work.prompt_id, tokens=tokens, reply_to=self._reply_to, last=last)
+            ctx.send(self._decode_actor, decode)
+
+    def _decoded(self, active: ActivePipelinePrompt, text: str, ctx: Ctx) -> list[PromptEvent]:
+        active.pending_decode -= 1
+        self._send_decodes(active, ctx)
+        is_last = active.state is State.ENDING and not active.pending_decode
+        if is_last and active.finish == "stop":
+            # The answer to the decoder's end: EOS itself has no token and no text.
+            return self._finish(active, text + active.tracker.flush(), 0, "stop", ctx)
+        step = active.tracker.feed(text)
+        if step.finish is not None:
+            return self._finish(active, step.text, 1, step.finish, ctx)
+        if is_last:
+            return self._finish(active, step.text + active.tracker.flush(), 1, active.finish, ctx)
+        active.text.append(step.text)
+        return [TextDelta(request_id=active.work.prompt_id, text=step.text, tokens=1)]
+
+    def _finish(self, active: ActivePipelinePrompt, text: str, tokens: int, reason: str, ctx: Ctx) -> list[PromptEvent]:
+        prompt_id = active.work.prompt_id
+        active.text.append(text)
+        done = Done(
+            request_id=prompt_id,
+            final_text="".join(active.text),
+            tokens_generated=active.tracker.tokens,
+            elapsed_ms=max(0, ctx.now_ms - active.started_ms),
+            prompt_tokens=len(active.prompt),
+            finish_reason=reason,
+        )
+        self._leave_decoder(active, ctx)
+        self._active = None
+        delta: list[PromptEvent] = [TextDelta(request_id=prompt_id, text=text, tokens=tokens)] if text or tokens else []
+        return [*delta, done]
+
+    def _leave_decoder(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
+        """The decoder of the last stage forgets this request."""
+        if active.generated and not active.flushed:
+            active.flushed = True
+            end = DecodeTokens(request_id=active.work.prompt_id, tokens=[], reply_to=self._reply_to, last=True)
+            ctx.send(self._decode_actor, end)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+    def _fault(self, active: ActivePipelinePrompt, error: str, ctx: Ctx) -> list[PromptEvent]:
+        """The prompt fails; the stages are told, and what is on its way is dropped by its sequence."""
+        self._cancel_stages(active, self._stages, ctx)
+        self._active = None
+        return [Fault(request_id=active.work.prompt_id, error=error)]
+
+    def _cancel_stages(self, active: ActivePipelinePrompt, stages: tuple[bytes, ...], ctx: Ctx) -> None:
+        self._leave_decoder(active, ctx)
+        for stage in stages:
+            ctx.send(stage, CancelRequest(request_id=active.work.prompt_id))
+
+    def cancel(self, work: PromptWork, ctx: Ctx) -> None:
+        """To every stage (design.md 6 row 21); again to those that have not confirmed."""
+        active = self._active
+        if active is None or active.work is not work:
+            # It faulted a moment ago; its stages have been told, and confirm this once more.
+            active = self._active = ActivePipelinePrompt(work, ctx.now_ms, StopTracker())
+        if active.state is not State.CANCELLING:
+            active.state, active.waiting = State.CANCELLING, set(self._stages)
+        self._cancel_stages(active, tuple(stage for stage in self._stages if stage in active.waiting), ctx)
+
+    def cancelled(self, src: bytes, work: PromptWork) -> bool:
+        """True when the last stage has confirmed."""
+        active = self._active
+        if active is None or active.work is not work or active.state is not State.CANCELLING:
+            return False
+        active.waiting.discard(src)
+        if active.waiting:
+            return False
+        self._active = None
+        return True
+
+    def is_work(self, message: Message) -> bool:
+        """What a prompt cannot do without."""
+        return isinstance(message, EncodePrompt | BeginSequence) or (
+            isinstance(message, DecodeTokens) and bool(message.tokens)
+        )
+
+    def send_failed(self, work: PromptWork, reason: str, ctx: Ctx) -> None:
+        """S1 10.10: actor send failure for tokenizer encode or decode."""
+        detail = {"node_actor": short(self._encode_actor), "reply_to": short(self._reply_to), "error": reason}
+        self._records.emit(ctx, "pipeline_tokenizer_encode", "failed", work, detail)

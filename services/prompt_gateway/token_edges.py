@@ -1,0 +1,271 @@
+"""The token endpoints of pipeline mode: token-in is produced, token-out consumed here (S1 6.10, 7.11; design.md 3).
+
+`TokenEdges` is the actor's part (pure: messages in, effects out), `TokenEdgeShell` the sockets. The transport carries
+bytes; sequencing and prompt semantics are the pipeline prompt runtime's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.actors import Ctx
+from common.bus_edges import EdgeSocketError
+from common.codec import Message
+from common.edge_records import Record, encode_record
+from common.effects import Effect
+from common.host import Host
+from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
+from common.messages.orchestrator import EndpointWire
+from common.messages.serve import (
+    OpenTokenIn,
+    OpenTokenOut,
+    TokenEndpointFailed,
+    TokenEndpointReady,
+    TokenOutListening,
+)
+from worker.edges.carrier import Carried, EdgeCarrierActor, carrier_address
+from worker.edges.port import EdgePort
+
+PUMP_TIMER = "edges:pump"
+PUMP_MS = 100  # deadlines of edges are 250 ms and more; arriving bytes wake the loop by themselves
+
+
+# --- effects ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ListenTokenOut(Effect):
+    """Bind and accept the token-out edge; answered by TokenOutBound."""
+
+    run: bytes
+    edge: StageInboundEdgeWire
+
+
+@dataclass(frozen=True, slots=True)
+class DialTokenIn(Effect):
+    """Connect the token-in edge; EdgeUp follows."""
+
+    edge: StageOutboundEdgeWire
+    relay_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTokenIn(Effect):
+    """Append a record to the token-in edge."""
+
+    edge_id: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedIn(Effect):
+    """A stream message that came over the bus."""
+
+    peer: bytes
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PumpEdges(Effect):
+    """Deadlines of the edges."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseTokenEdges(Effect):
+    """No byte moves any more."""
+
+
+# --- events -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class TokenOutBound:
+    """candidates: where the last stage can dial; error: one sentence, or empty."""
+
+    candidates: list[str]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeUp:
+    """An edge is ready; path: the candidate that answered."""
+
+    edge_id: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeDown:
+    """An edge is over; detail: one sentence."""
+
+    edge_id: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A whole record came over token-out."""
+
+    edge_id: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOut:
+    """A stream message that has to go over the bus to node `peer`."""
+
+    peer: bytes
+    message: Message
+
+
+TOKEN_EDGE_EVENTS = (
+    OpenTokenOut,
+    OpenTokenIn,
+    TokenOutBound,
+    EdgeUp,
+    EdgeDown,
+    TokenRecord,
+    CarryOut,
+    Carried,
+)
+
+
+def write_token_in(edge_id: int, record: Record, ctx: Ctx) -> None:
+    """Send a record to the first stage."""
+    ctx.effect(WriteTokenIn(edge_id, encode_record(record)))
+
+
+class TokenEdges:
+    """Of one run: idle → bound → open → closed."""
+
+    def __init__(self) -> None:
+        self.token_in: int | None = None
+        self.token_out: int | None = None
+        self.failed = ""
+        self._opener = b""
+        self._relay_only = False
+
+    def receive(self, msg: Any, ctx: Ctx) -> None:
+        """One of TOKEN_EDGE_EVENTS but TokenRecord, which is the serving loop's."""
+        match msg:
+            case OpenTokenOut():
+                if self.token_out is not None:
+                    self.close(ctx)
+                self._opener, self._relay_only, self.failed = ctx.sender, msg.relay_only, ""
+                self.token_out = msg.token_out.edge_id
+                ctx.effect(ListenTokenOut(msg.run, msg.token_out))
+                ctx.timer(PUMP_TIMER, PUMP_MS)
+            case TokenOutBound():
+                if msg.error:
+                    ctx.send(self._opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
+                else:
+                    candidates = [] if self._relay_only else msg.candidates
+                    endpoint = EndpointWire(node_key=ctx.node, candidates=candidates, relay=True)
+                    ctx.send(self._opener, TokenOutListening(endpoint=endpoint))
+            case OpenTokenIn():
+                if self.token_out is not None and self.token_in is None:
+                    self.token_in = msg.token_in.edge_id
+                    ctx.effect(DialTokenIn(msg.token_in, self._relay_only))
+            case EdgeUp():
+                ready = TokenEndpointReady(endpoint=self._name(msg.edge_id), path=msg.path)
+                ctx.send(self._opener, ready)
+            case EdgeDown():
+                if self.token_out is not None and not self.failed:
+                    self.failed = f"pipeline {self._words(msg.edge_id)} stream fault: {msg.detail}"
+                    failed = TokenEndpointFailed(endpoint=self._name(msg.edge_id), error=msg.detail)
+                    ctx.send(self._opener, failed)
+            case CarryOut():
+                ctx.send(carrier_address(msg.peer), msg.message)
+            case Carried():
+                ctx.effect(CarriedIn(msg.peer, msg.frame))
+
+    def _name(self, edge_id: int) -> str:
+        return "TokenIn" if edge_id == self.token_in else "TokenOut"
+
+    def _words(self, edge_id: int) -> str:
+        return "token-in" if edge_id == self.token_in else "token-out"
+
+    def pump_due(self, ctx: Ctx) -> None:
+        """PUMP_TIMER."""
+        if self.token_out is not None:
+            ctx.effect(PumpEdges())
+            ctx.timer(PUMP_TIMER, PUMP_MS)
+
+    def close(self, ctx: Ctx) -> None:
+        """The run is over; idempotent."""
+        if self.token_out is not None:
+            self.token_in = self.token_out = None
+            ctx.cancel(PUMP_TIMER)
+            ctx.effect(CloseTokenEdges())
+
+
+class TokenEdgeShell:
+    """The effects above on an EdgePort in the gateway's loop."""
+
+    def __init__(self, host: Host, gateway: bytes) -> None:
+        self._host, self._gateway = host, gateway
+        self._port: EdgePort | None = None
+        host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect))
+        host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect))
+        host.on_effect(WriteTokenIn, lambda _, effect: self._write(effect))
+        host.on_effect(CarriedIn, lambda _, effect: self._carried(effect))
+        host.on_effect(PumpEdges, lambda _, __: self._pump())
+        host.on_effect(CloseTokenEdges, lambda _, __: self.close())
+        host.node.spawn(EdgeCarrierActor(gateway), address=carrier_address(host.node_key))
+
+    def _now_ms(self) -> int:
+        return self._host.loop.now_ms()
+
+    def _listen(self, effect: ListenTokenOut) -> None:
+        self.close()
+        self._port = EdgePort(self._host.bus_file.keys, effect.run, self)
+        path = self._host.bus_file.run_dir / "edge-gateway"
+        try:
+            candidates = self._port.bind([f"ipc://{path}"])
+        except EdgeSocketError as error:
+            self.close()
+            self._host.deliver(self._gateway, TokenOutBound([], str(error)))
+            return
+        self._port.accept(effect.edge)
+        self._host.loop.add_fd(self._port.fd, self._pump)
+        self._host.deliver(self._gateway, TokenOutBound(candidates))
+
+    def _dial(self, effect: DialTokenIn) -> None:
+        if self._port is not None:
+            self._port.open(effect.edge, self._now_ms(), relay_only=effect.relay_only)
+
+    def _write(self, effect: WriteTokenIn) -> None:
+        if self._port is not None:
+            self._port.write(effect.edge_id, effect.data, self._now_ms())
+            self._pump()
+
+    def _carried(self, effect: CarriedIn) -> None:
+        if self._port is not None:
+            self._port.carried(effect.peer, effect.frame, self._now_ms())
+
+    def _pump(self) -> None:
+        if self._port is not None:
+            self._port.pump(self._now_ms())
+
+    def close(self) -> None:
+        """CloseTokenEdges."""
+        if self._port is not None:
+            port, self._port = self._port, None
+            self._host.loop.remove_fd(port.fd)
+            port.term()
+
+    # --- EdgeEvents -------------------------------------------------------------------------------------------
+    def edge_record(self, edge_id: int, record: Record) -> None:
+        """To the serving loop; a token is consumed when it is read."""
+        assert self._port is not None
+        self._port.consumed(edge_id, record.end_offset)
+        self._host.deliver(self._gateway, TokenRecord(edge_id, record))
+
+    def edge_ready(self, edge_id: int, path: str) -> None:
+        """To the orchestrator."""
+        self._host.deliver(self._gateway, EdgeUp(edge_id, path))
+
+    def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
+        """To the serving loop and the orchestrator."""
+        self._host.deliver(self._gateway, EdgeDown(edge_id, f"{reason}: {detail}"))
+
+    def edge_carry(self, peer: bytes, message: Message) -> None:
+        """Over the bus."""
+        self._host.deliver(self._gateway, CarryOut(peer, message))

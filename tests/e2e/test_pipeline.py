@@ -1,0 +1,177 @@
+"""One model over several workers, end to end on process workers and the real model (issue 4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.prompt_gateway.wire import DoneLine
+from tests.e2e.stack import Asker, Stack, wait_for
+
+LONG = "Write a very long story about a lighthouse keeper and the sea."
+PARAGRAPH = (
+    "The keeper of the lighthouse climbed the stairs each evening, counted the ships on the horizon, "
+    "trimmed the wick and wrote one line into the book that nobody had ever asked to read. "
+)
+PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    ("What is the capital of France?", {"max_tokens": 48}),
+    ("Hi", {"max_tokens": 1}),
+    ("Count from one to ten in words.", {"max_tokens": 40, "stop": ["five"]}),
+    ("Write one sentence in Japanese about the sea: 海", {"max_tokens": 40}),
+    (PARAGRAPH * 14 + "Who is this text about?", {"max_tokens": 24}),
+    ("a", {"max_tokens": 12, "raw": True}),
+    ("Tell me a joke.", {"max_tokens": 24, "sampling": {"temperature": 0.8, "seed": 7}}),
+    ("Say the same word again and again.", {"max_tokens": 24, "sampling": {"repetition_penalty": 1.3}}),
+]
+
+
+def answers(stack: Stack) -> list[tuple[str, int, int, str]]:
+    """What does not depend on time: text, tokens of answer and prompt, why it ended."""
+
+    def facts(done: DoneLine) -> tuple[str, int, int, str]:
+        return done.final_text, done.tokens_generated, done.prompt_tokens, done.finish_reason
+
+    return [facts(stack.ask(prompt, **options)) for prompt, options in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> list[tuple[str, int, int, str]]:
+    with Stack() as stack:
+        found = answers(stack)
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Stack]:
+    with Stack(args=("--pipeline-stages", "2")) as stack:
+        stack.addr()
+        yield stack
+
+
+@pytest.mark.spec("S1 5.8", "S1 6.10", "S1 7.10", "S1 7.11", "S1 9.12")
+def test_two_stages_say_what_one_worker_says(one_worker: list[tuple[str, int, int, str]], two: Stack) -> None:
+    assert answers(two) == one_worker
+    observed = [record.detail["sequence"] for record in two.archive.prompts("pipeline_token_out")]
+    assert observed == list(range(len(observed))), "sequences go on over prompts"
+
+
+@pytest.mark.spec("S1 4.8", "S1 4.9", "S1 9.7", "S1 9.8", "S1 9.3", "S1 5.3", "S1 5.6")
+def test_stages_are_provisioned_after_the_acknowledgement_one_after_the_other(two: Stack) -> None:
+    steps = [record for record in two.archive.lifecycle() if record.status != "observed" or "weights" in record.phase]
+    order = [record.step for record in steps]
+    assert order.index(("run_plan", "ready")) < order.index(("provider_start", "started"))
+    acked = max(index for index, step in enumerate(order) if step == ("runtime_ready_ack", "ready"))
+    sends = [
+        (index, record.detail["stage_index"])
+        for index, record in enumerate(steps)
+        if record.step == ("stage_provision_send", "sent") and record.detail["attempt"] == 1
+    ]
+    loaded = {
+        record.detail["stage_index"]: index
+        for index, record in enumerate(steps)
+        if record.step == ("weights_loaded", "observed")
+    }
+    assert [stage for _, stage in sends][:2] == [0, 1] and acked < sends[0][0]
+    assert loaded[0] < sends[1][0], "the second stage waits for the first one's weights"
+    plan = two.archive.one("run_plan", "ready").detail
+    ranges = [(stage["layer_range"]["start"], stage["layer_range"]["end_exclusive"]) for stage in plan["stages"]]
+    assert ranges == [(0, 15), (15, 30)] and [stage["node_id"] for stage in plan["stages"]] == [2, 3]
+    assert max(loaded.values()) < order.index(("prompt_rpc", "ready"))
+
+
+def test_a_prompt_cut_by_its_client_leaves_the_pipeline_clean(two: Stack) -> None:
+    """During the prefill of a long prompt and in the middle of an answer; the next answers are what they always are."""
+    expected = two.ask("What is the capital of France?", max_tokens=48).final_text
+    for prompt, wait_s in ((PARAGRAPH * 40, 0.3), (LONG, 1.5), (LONG, 0.02)):
+        asker = Asker(two.addr(), prompt)
+        time.sleep(wait_s)
+        asker._sock.shutdown(2)
+        assert two.ask("What is the capital of France?", max_tokens=48).final_text == expected
+
+
+def test_a_prompt_that_does_not_fit_is_a_fault_and_nothing_else(two: Stack) -> None:
+    asker = Asker(two.addr(), PARAGRAPH * 160, max_tokens=4)
+    wait_for("its terminal", lambda: asker.lines, 60)
+    assert asker.lines[0]["type"] == "fault" and "but the context holds 4096" in asker.lines[0]["error"]
+    assert two.ask("Hi", max_tokens=2).tokens_generated == 2
+
+
+@pytest.mark.spec("S1 6.5", "S1 6.4", "S1 9.16")
+def test_the_teardown_is_performed_and_acknowledged(two: Stack) -> None:
+    """Last of this stack: StopRun, edges closed, weights released, role reset, StageStopped; the FSM is torn down."""
+    two.say("stop\n")
+    two.assert_stopped("stdin")
+    events = [record.detail["event"] for record in two.archive.lifecycle() if record.phase == "run_lifecycle"]
+    assert events == ["RunOperatorStopped", "RunTornDown"]
+    stopped = [record.body for record in two.archive.records() if record.step == ("stop_run", "ready")]
+    assert sorted(body["node_id"] for body in stopped) == [2, 3]
+
+
+@pytest.mark.spec("S1 7.4")
+def test_three_stages_say_what_one_worker_says(one_worker: list[tuple[str, int, int, str]]) -> None:
+    with Stack(args=("--pipeline-stages", "3")) as stack:
+        assert answers(stack) == one_worker
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
+# --- planning errors ----------------------------------------------------------------------------------------------
+@pytest.mark.spec("S1 10.4", "S1 9.3", "S1 4.4")
+def test_a_plan_that_cannot_be_ends_the_start_before_any_worker() -> None:
+    with Stack(args=("--pipeline-stages", "31")) as stack:
+        error = stack.assert_failed()
+        assert error == "pipeline_stages = 31 exceeds GGUF layer count 30; choose pipeline_stages <= 30"
+        assert stack.archive.one("run_plan", "failed").detail["error"] == error
+        assert stack.archive.find("provider_start", "started") is None
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+def parts(stack: Stack, part: str) -> list[int]:
+    """The processes of a part in the order of the stages: node ids stand in the paths of their launch files."""
+    found = [process for process in stack.left() if process.part == part]
+    if part == "engine":
+        agents = parts(stack, "agent")
+        return sorted((process.pid for process in found), key=lambda pid: agents.index(_parent(pid)))
+    return [process.pid for process in sorted(found, key=lambda process: process.command)]
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.spec("S1 10.10", "S1 9.15", "S1 3.1")
+@pytest.mark.parametrize(
+    ("part", "stage", "says"),
+    [
+        ("agent", 0, ["node 2", "SIGKILL"]),
+        ("engine", 1, ["node 3", "stage 1", "WorkerCrashed", "SIGKILL"]),
+    ],
+)
+def test_a_stage_that_dies_while_it_serves(part: str, stage: int, says: list[str]) -> None:
+    """One terminal event for the active prompt, exit 1, a sentence that names stage, node and cause, nothing left."""
+    with Stack(args=("--pipeline-stages", "2")) as stack:
+        asker = Asker(stack.addr(), LONG)
+        asker.wait_text()
+        os.kill(parts(stack, part)[stage], signal.SIGKILL)
+        terminals = asker.terminals()
+        error = stack.assert_failed()
+        assert all(word in error for word in says), error
+        assert [line["type"] for line in terminals] == ["fault"], terminals
+
+
+@pytest.mark.spec("S1 10.8", "S1 9.8", "S1 4.9")
+def test_a_stage_that_dies_while_it_loads() -> None:
+    with Stack(args=("--pipeline-stages", "2")) as stack:
+        stack.wait_record("stage_provision_wait", "observed")
+        os.kill(parts(stack, "agent")[0], signal.SIGKILL)
+        error = stack.assert_failed()
+        assert "node 2" in error and "while loading weights" in error and "SIGKILL" in error
+        assert stack.archive.find("prompt_rpc", "ready") is None

@@ -1,0 +1,166 @@
+"""The port thread's half of a pipeline stage: edges on sockets, between the agent's link and the main thread.
+
+Owned by worker/engine/port.py's thread; only `write` and `consumed` are called from the main thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.bus import KeyPair
+from common.bus_edges import EdgeSocketError
+from common.codec import Message, encode_body
+from common.edge_records import Record, encode_record
+from common.messages.engine import (
+    Cancel,
+    CloseEdges,
+    EdgeCarry,
+    EdgeReady,
+    EngineBegin,
+    Fatal,
+    Initialize,
+    OpenEdges,
+    ReleaseRun,
+    ResetRole,
+    StageFaulted,
+)
+from worker.edges.port import EdgePort
+from worker.engine.mailbox import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeObject:
+    """For the main thread: a record of the inbound edge."""
+
+    edge_id: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeOpened:
+    """For the main thread: an edge is ready."""
+
+    edge_id: int
+
+
+def now_ms() -> int:
+    """Monotonic milliseconds."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class StagePort:
+    """tell: queue a message to the agent (port thread); wake: make the port thread turn (any thread)."""
+
+    def __init__(self, mailbox: Mailbox, tell: Callable[[Message], None], wake: Callable[[], None]) -> None:
+        self._mailbox, self._tell, self._wake = mailbox, tell, wake
+        self._edges: EdgePort | None = None
+        self.candidates: list[str] = []
+        self._begun: int | None = None
+        self._orders: deque[tuple[int, bytes, int]] = deque()
+        """(edge id, bytes to write, or nothing and the end offset that was consumed)."""
+        self._failed = False
+
+    # --- main thread ------------------------------------------------------------------------------------------
+    def write(self, edge_id: int, record: Record) -> None:
+        """Append a record to the outbound edge."""
+        self._orders.append((edge_id, encode_record(record), 0))
+        self._wake()
+
+    def consumed(self, edge_id: int, end_offset: int) -> None:
+        """An inbound record is no longer in use."""
+        self._orders.append((edge_id, b"", end_offset))
+        self._wake()
+
+    # --- port thread ------------------------------------------------------------------------------------------
+    @property
+    def fd(self) -> int | None:
+        """To watch, once there is an endpoint."""
+        return self._edges.fd if self._edges else None
+
+    def wait_ms(self) -> int | None:
+        """How long the port may sleep."""
+        at = self._edges.next_deadline() if self._edges else None
+        return None if at is None else max(0, at - now_ms())
+
+    def pump(self) -> None:
+        """Orders of the main thread, then whatever moves."""
+        if self._edges is None:
+            return
+        at = now_ms()
+        while self._orders:
+            edge_id, data, end_offset = self._orders.popleft()
+            if self._failed:
+                continue
+            if data:
+                self._edges.write(edge_id, data, at)
+            else:
+                self._edges.consumed(edge_id, end_offset)
+        self._edges.pump(at)
+
+    def receive(self, message: Message) -> bool:
+        """A message of the agent. True: taken care of, the port need not do anything more with it."""
+        match message:
+            case Initialize() if message.edge is not None:
+                keys = KeyPair(message.edge.public_key, message.edge.secret_key)
+                self._edges = EdgePort(keys, message.edge.run, self)
+                try:
+                    self.candidates = self._edges.bind(message.edge.addresses, message.edge.advertise)
+                except EdgeSocketError as error:
+                    self._tell(Fatal(error=str(error)))
+                    return True
+            case OpenEdges():
+                self._open(message)
+                return True
+            case EdgeCarry():
+                if self._edges is not None:
+                    self._edges.carried(message.peer, message.frame, now_ms())
+                return True
+            case EngineBegin():
+                self._begun = message.request_id
+                self._mailbox.put(message)
+                return True
+            case Cancel() if message.request_id == self._begun:
+                self._mailbox.cancel(message.request_id)
+                self._mailbox.put(message)
+                return True
+            case CloseEdges() | ReleaseRun() | ResetRole():
+                self._close()
+        return False
+
+    def _open(self, message: OpenEdges) -> None:
+        if self._edges is None:
+            self._tell(StageFaulted(reason="EdgeFault", detail="this engine has no edge endpoint"))
+            return
+        # First the main thread's table, so that it knows the edges before it hears of them.
+        self._mailbox.put(message)
+        self._edges.accept(message.inbound)
+        self._edges.open(message.outbound, now_ms(), relay_only=message.relay_only)
+
+    def _close(self) -> None:
+        """No byte moves any more; the step that runs is cut short."""
+        self._failed = True
+        if self._begun is not None:
+            self._mailbox.cancel(self._begun)
+        if self._edges is not None:
+            self._edges.close()
+
+    # --- EdgeEvents -------------------------------------------------------------------------------------------
+    def edge_record(self, edge_id: int, record: Record) -> None:
+        """To the main thread; it is credited after its step."""
+        self._mailbox.put(EdgeObject(edge_id, record))
+
+    def edge_ready(self, edge_id: int, path: str) -> None:
+        """The agent's half and the engine's half of the stage table both want to know."""
+        self._mailbox.put(EdgeOpened(edge_id))
+        self._tell(EdgeReady(edge_id=edge_id, path=path))
+
+    def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
+        """Nothing more can come in or go out in order."""
+        self._tell(StageFaulted(reason=reason, detail=detail))
+
+    def edge_carry(self, peer: bytes, message: Message) -> None:
+        """Over the bus, by the agent."""
+        self._tell(EdgeCarry(peer=peer, frame=encode_body(message)))

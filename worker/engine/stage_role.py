@@ -1,0 +1,194 @@
+"""The main thread's half of a pipeline stage: the step half of the stage table around the model (design.md 4).
+
+Records of the inbound edge become ObjectLoaded facts of this process's own StageController; what it orders is
+computed at once and completed, and the record's bytes are credited. Whatever goes wrong is one StageFaulted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.addresses import KEY_BYTES
+from common.codec import Message
+from common.edge_records import Record
+from common.messages.engine import (
+    Cancel,
+    Cancelled,
+    CloseEdges,
+    EdgesClosed,
+    EngineBegin,
+    EngineBegun,
+    EngineFault,
+    OpenEdges,
+    StageFaulted,
+)
+from common.messages.node_agent import (
+    LocalPath,
+    MarkInboundEdgeReady,
+    MarkOutboundEdgeReady,
+    MarkWeightsReady,
+    MarkWorkerReady,
+    ObjectLoaded,
+    ProvisionStage,
+    StageFailed,
+    StageProvisionWire,
+    StepCompleted,
+)
+from common.messages.node_agent import Sampling as WireSampling
+from worker import stage_controller as stage
+from worker.engine.errors import EngineError
+from worker.engine.mailbox import Mailbox
+from worker.engine.progress import Phase, ProgressPage
+from worker.engine.stage_port import EdgeObject, EdgeOpened, StagePort
+
+if TYPE_CHECKING:
+    from worker.engine.engine import Engine
+    from worker.engine.sampler import Sampling
+    from worker.engine.stage_steps import StageSteps
+
+NOT_LOADED = "the engine has no weights loaded"
+
+
+class StageRole:
+    """send: to the agent; sampling: the wire's sampling as the sampler takes it (raises EngineError)."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        port: StagePort,
+        page: ProgressPage,
+        send: Callable[[Message], None],
+        sampling: Callable[[WireSampling | None], Sampling | None],
+    ) -> None:
+        self._mailbox, self._port, self._page, self._send, self._sampling = mailbox, port, page, send, sampling
+        self._edges: OpenEdges | None = None
+        self._controller: stage.StageController | None = None
+        self._steps: StageSteps | None = None
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            OpenEdges: self._open,
+            EdgeOpened: self._opened,
+            EdgeObject: self._object,
+            EngineBegin: self._begin,
+            Cancel: self._cancel,
+            CloseEdges: self._close,
+        }
+
+    # --- readiness --------------------------------------------------------------------------------------------
+    def _open(self, message: OpenEdges) -> None:
+        self._edges = message
+        orchestrator = message.orchestrator.ljust(KEY_BYTES, b"\0")
+        controller = self._controller = stage.StageController(orchestrator, message.node_id)
+        wire = StageProvisionWire(
+            run_id=message.run_id,
+            authorized_orchestrator=orchestrator,
+            node_id=message.node_id,
+            stage_index=message.stage_index,
+            stage_count=message.stage_count,
+            layer_start=0,
+            inbound_edge_id=message.inbound.edge_id,
+            outbound_edge_id=message.outbound.edge_id,
+            inbound_edge=message.inbound,
+            outbound_edge=message.outbound,
+            model_id="",
+            gguf_source=LocalPath(path=""),
+            tokenizer=LocalPath(path=""),
+        )
+        controller.handle(ProvisionStage(provision=wire))
+        controller.handle(MarkWorkerReady())
+
+    def loaded(self, engine: Engine) -> None:
+        """The weights are here."""
+        from worker.engine.stage_steps import StageShape, StageSteps
+
+        edges = self._edges
+        if edges is None or self._controller is None:
+            return
+        shape = StageShape(
+            is_first=edges.stage_index == 0,
+            is_last=edges.stage_index == edges.stage_count - 1,
+            width=engine.header.embedding_length,
+            chunk=engine.chunk,
+            vocab_size=engine.header.vocab_size,
+            dtype_in=edges.inbound.object_spec.dtype,
+            dtype_out=edges.outbound.object_spec.dtype,
+            end_ids=frozenset(engine.tokenizer.vocabulary.end_ids),
+        )
+        self._steps = StageSteps(engine.model, shape)
+        mine = {"run_id": edges.run_id, "node_id": edges.node_id, "stage_index": edges.stage_index}
+        self._controller.handle(MarkWeightsReady(**mine))
+
+    def dropped(self) -> None:
+        """The weights are gone."""
+        self._steps = None
+
+    def _opened(self, event: EdgeOpened) -> None:
+        if self._controller is None or self._edges is None:
+            return
+        inbound = event.edge_id == self._edges.inbound.edge_id
+        kind = MarkInboundEdgeReady if inbound else MarkOutboundEdgeReady
+        self._controller.handle(kind(edge_id=event.edge_id))
+
+    # --- sequences --------------------------------------------------------------------------------------------
+    def _begin(self, message: EngineBegin) -> None:
+        from worker.engine.sampler import Sampling
+
+        if self._steps is None:
+            self._send(EngineFault(request_id=message.request_id, error=NOT_LOADED))
+            return
+        try:
+            sampling = self._sampling(message.sampling) or Sampling()
+            self._steps.begin(message.request_id, message.first_object_id, sampling, message.recent)
+        except EngineError as error:
+            self._send(EngineFault(request_id=message.request_id, error=str(error)))
+            return
+        self._send(EngineBegun(request_id=message.request_id))
+
+    def _cancel(self, message: Cancel) -> None:
+        known = self._steps is not None and self._steps.cancel(message.request_id)
+        self._mailbox.forget(message.request_id)
+        self._send(Cancelled(request_id=message.request_id, known=known))
+
+    # --- steps ------------------------------------------------------------------------------------------------
+    def _object(self, event: EdgeObject) -> None:
+        record, controller = event.record, self._controller
+        if controller is None or self._steps is None:
+            return
+        loaded = ObjectLoaded(
+            edge_id=event.edge_id,
+            object_id=record.object_id,
+            sequence=record.sequence,
+            handle_generation=1,
+            handle_id=record.sequence,
+        )
+        for output in controller.handle(loaded):
+            if isinstance(output, stage.ExecuteStep):
+                self._execute(output, record, controller)
+            elif isinstance(output, stage.StageFault):
+                self._send(StageFaulted(reason=output.reason, detail=output.detail))
+        controller.check()
+
+    def _execute(self, step: stage.ExecuteStep, record: Record, controller: stage.StageController) -> None:
+        from worker.engine.stage_steps import StepError
+
+        assert self._steps is not None
+        self._page.enter(Phase.PREFILL_OR_DECODE)
+        fact: Message = StepCompleted(step_id=step.step_id)
+        try:
+            for out in self._steps.run(record, self._mailbox.is_cancelled, self._page.bump):
+                self._port.write(step.output_edge_ids[0], out)
+        except StepError as error:
+            detail = f"{error} (object {record.object_id}, sequence {record.sequence})"
+            fact = StageFailed(reason=error.reason, detail=detail)
+        for output in controller.handle(fact):
+            if isinstance(output, stage.ReleaseInputHandle):
+                self._port.consumed(step.input_edge_id, record.end_offset)
+            elif isinstance(output, stage.StageFault):
+                self._send(StageFaulted(reason=output.reason, detail=output.detail))
+        self._page.enter(Phase.IDLE)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+    def _close(self, _message: CloseEdges) -> None:
+        """The port thread has closed the edges; no step runs while this does."""
+        self._controller = None
+        self._send(EdgesClosed())
