@@ -104,7 +104,7 @@ class PlannedRun(StartUp):
 
     def specs(self) -> list[NodeProvisionSpec]:
         """The plan's workers."""
-        return super().specs() if self.plan is None else node_specs(self.plan, self.config.image)
+        return super().specs() if self.plan is None else node_specs(self.plan, self.config.image, self.mounts())
 
     # --- token endpoints ----------------------------------------------------------------------------------------
     def begin_stages(self, ctx: Ctx) -> None:

@@ -23,7 +23,7 @@ from common.messages.node_agent import (
     TokenizerSource,
 )
 from common.messages.orchestrator import EndpointWire
-from common.messages.provision import NodeProvisionSpec
+from common.messages.provision import NodeProvisionSpec, ProviderMount
 
 U32_MAX, U64_MAX = 2**32 - 1, 2**64 - 1
 TOKEN_BYTES = 4  # u32 little-endian ids
@@ -300,10 +300,16 @@ def _check_edges(plan: RunPlan) -> None:
 
 
 # --- what the plan is used for ------------------------------------------------------------------------------------
-def node_specs(plan: RunPlan, image: str) -> list[NodeProvisionSpec]:
+def node_specs(plan: RunPlan, image: str, mounts: Sequence[ProviderMount] = ()) -> list[NodeProvisionSpec]:
     """The workers to start (S1 5.3: before provisioning)."""
     return [
-        NodeProvisionSpec(run_id=plan.run_id, node_id=stage.node_id, stage_index=stage.stage_index, image=image)
+        NodeProvisionSpec(
+            run_id=plan.run_id,
+            node_id=stage.node_id,
+            stage_index=stage.stage_index,
+            image=image,
+            mounts=list(mounts),
+        )
         for stage in plan.stages
     ]
 

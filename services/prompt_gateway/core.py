@@ -243,10 +243,7 @@ class GatewayActor(ServiceActor):
             run = f" for run {self._run.run_id}" if self._run else ""
             error = f"the prompt RPC is {'stopping' if self._exiting else f'still {self.state}{run}'}"
         elif msg.mode not in MODES:
-            error = (
-                f"prompt mode '{msg.mode}' has no prompt runtime in this build (it has: {', '.join(sorted(MODES))}); "
-                "planned execution needs the pipeline prompt runtime, set [runtime] pipeline_stages = 1 to do without"
-            )
+            error = f"prompt mode '{msg.mode}' has no prompt runtime in this build; it has: {', '.join(sorted(MODES))}"
         else:
             try:
                 where = checked_bind(self.config.rpc_bind, allow_remote=self.config.allow_remote)

@@ -289,14 +289,6 @@ def test_services_that_do_not_come_are_named_after_60_seconds() -> None:
     assert play.over().status == 1
 
 
-def test_planned_execution_is_refused_before_anything_is_started() -> None:
-    play = Play()
-    play.configure(pipeline_stages=2)
-    play.services_ready()
-    assert play.failure()["phase"] == "run_plan"
-    assert not play.said(PrepareProvider)
-
-
 @pytest.mark.spec("S1 10.6")
 def test_workers_that_started_before_a_failed_one_are_stopped_before_the_error_is_returned() -> None:
     play = Play(TwoWorkers(NONCE)).until(Phase.START)

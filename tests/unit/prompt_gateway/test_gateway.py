@@ -77,8 +77,8 @@ def test_a_bind_failure_is_a_start_up_failure_that_names_the_way_out() -> None:
         (Rig(rpc_bind="example.org:1"), OPEN, "neither an IP address"),
         (
             Rig(),
-            OpenPromptRpc(**{**{f: getattr(OPEN, f) for f in OPEN.__struct_fields__}, "mode": "pipeline"}),
-            "'pipeline'",
+            OpenPromptRpc(**{**{f: getattr(OPEN, f) for f in OPEN.__struct_fields__}, "mode": "batch"}),
+            "'batch'",
         ),
     ],
 )

@@ -135,7 +135,7 @@ class GatewayMachine(RuleBasedStateMachine):
     def stale(self, prompt_id: int, how: str) -> None:
         if prompt_id in self.working or not self.rig.gateway.loop or prompt_id >= self.rig.gateway.loop.next_id:
             return
-        inbox = self.rig.gateway._inbox_address
+        inbox = self.rig.gateway._inboxes["direct"][0]
         infer = InferPrompt(request_id=prompt_id, prompt="", reply_to=inbox)
         match how:
             case "done":
