@@ -1,4 +1,4 @@
-"""The host: one process on the bus — a pure node, its sockets, the loop, and the effects turned into I/O (design.md 5)."""
+"""The host: one process on the bus — a pure node, its sockets, the loop, effects turned into I/O (design.md 5)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BaseHost:
         self._handlers: dict[type[Effect], Callable[[bytes, Any], None]] = {
             RunJob: self._run_job,
             Observed: self._observed,
-            Log: lambda _, effect: print(f"{identity.logical_id}: {effect.text}", file=sys.stderr, flush=True),
+            Log: lambda _, effect: say(f"{identity.logical_id}: {effect.text}"),
             Exit: self._exit,
         }
         self._deadlines: list[tuple[int, Callable[[], None]]] = []
@@ -109,7 +109,7 @@ class BaseHost:
         if self._status is None:
             self._status = effect.status
             if effect.error:
-                print(effect.error, file=sys.stderr, flush=True)
+                say(effect.error)
 
     def _signal(self, name: str) -> None:
         self._signals += 1
@@ -264,6 +264,12 @@ class Host(BaseHost):
         self.dealers.close()
 
 
+def say(text: str) -> None:
+    """A line on stderr: this process's own log, which its parent captures (S1 3.2)."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
 def new_boot() -> int:
     """An incarnation number above all earlier ones of this key: wall-clock milliseconds (ringpop's idea)."""
     return time.time_ns() // 1_000_000
@@ -278,7 +284,7 @@ def run_main(role: Role, make: Callable[[Path, int | None], BaseHost], argv: lis
     try:
         host = make(args.bus.absolute(), args.owner_fd)
     except SecurityError as error:
-        print(f"{role}: {error}", file=sys.stderr)
+        say(f"{role}: {error}")
         return 1
     return host.run()
 

@@ -12,6 +12,7 @@ from common.actors import Ctx
 from common.addresses import Role, short
 from common.config_slices import MembershipSlice
 from common.effects import Exit, Log, SendFailed, StopSignal
+from common.limits import RESYNC_MS
 from common.messages.bus import Delta, MemberEntry, Snapshot, ViewItem, Watch
 from common.messages.member import (
     MemberChanged,
@@ -31,6 +32,7 @@ from common.swim.outputs import Forgotten, NameChanged, Output, Transition, Upda
 from common.views import ViewTable
 
 WATCHERS_MAX = 1024  # one per node and view; more is a node that forgets its own actors
+RESYNC_TIMER = "membership:resync"
 DEFAULT_RUN_ID = 1  # S1 7.1
 DEFAULT_NODE_ID = 1  # the direct worker and the orchestrator share it (design.md 3)
 
@@ -55,6 +57,7 @@ class MembershipActor(ServiceActor):
         """None until the config slice is here; SWIM messages before it are dropped, joiners repeat theirs."""
         self._tables = {view: ViewTable(view) for view in ("members", "names")}
         self._watchers: dict[str, dict[bytes, None]] = {view: {} for view in self._tables}  # ordered sets
+        self._behind: dict[tuple[str, bytes], None] = {}
         self._told_boot = 0
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -90,8 +93,21 @@ class MembershipActor(ServiceActor):
         """The SWIM core's deadline, or the base class's timers."""
         if key == SWIM_TIMER and self.host is not None:
             self._publish(self.host.on_timer(ctx), ctx)
+        elif key == RESYNC_TIMER:
+            behind, self._behind = self._behind, {}
+            hosts = {route.node for route in ctx.views.routes.entries()}
+            for view, watcher in behind:
+                if watcher in hosts:
+                    self._watchers[view][watcher] = None
+                    ctx.send(watcher, self._tables[view].snapshot())
         else:
             super().on_timer(key, ctx)
+
+    def _missed(self, view: str, watcher: bytes, reason: str, ctx: Ctx) -> None:
+        """A watcher that missed an update would be stale for ever: it gets the whole view once it can be reached."""
+        if self._watchers[view].pop(watcher, False) is None and reason != "peer_lost":
+            self._behind[view, watcher] = None
+            ctx.timer(RESYNC_TIMER, RESYNC_MS)
 
     def check(self) -> None:
         """The SWIM core's invariants, and that both views show what it believes."""
@@ -114,7 +130,7 @@ class MembershipActor(ServiceActor):
             case SendFailed():
                 super().receive(msg, ctx)
                 if isinstance(msg.message, Snapshot | Delta):
-                    self._watchers[msg.message.view].pop(msg.dst, None)
+                    self._missed(msg.message.view, msg.dst, msg.reason, ctx)
             case NameRegister():
                 self._register(msg, ctx)
             case NameResolve():

@@ -20,7 +20,8 @@ FILE_LINES_MAX = 600
 # that a simulated cluster runs the very same code.
 PURE_COMMON = frozenset(
     {"addresses", "codec", "envelope", "effects", "actors", "session", "link", "broker", "views", "limits"}
-    | {"redact", "backoff", "stopping"}
+    | {"redact", "backoff", "stopping", "datastream", "datastream_publisher", "records", "service_actor"}
+    | {"node", "session_table", "held", "datagram", "broker_node", "config_slices", "edge_records"}
 )
 PURE_FOLDERS = ("common/swim/", "common/messages/")
 IMPURE_MODULES = frozenset(

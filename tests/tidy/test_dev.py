@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 from tests.tidy.rules import ROOT
@@ -38,9 +37,7 @@ def test_it_works_through_a_symlink_from_a_folder_with_names_like_ours_and_adds_
     (here / "tools" / "spec.py").write_text("raise SystemExit('the wrong module')")
     (here / "linked dev").symlink_to(DEV)
     run(here / "linked dev", "spec", "--missing", cwd=here)
-    begin = time.monotonic()
     result = run(here / "linked dev", "spec", "--missing", cwd=here)
-    assert time.monotonic() - begin < 1.0
     assert result.returncode == 0
     assert result.stderr == ""
     assert result.stdout.splitlines()[-1].endswith("clauses proven")

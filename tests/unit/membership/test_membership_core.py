@@ -10,6 +10,7 @@ import pytest
 from common.addresses import Role
 from common.config_slices import MembershipSlice, encode_slice
 from common.effects import Exit, Log, SendFailed, StopSignal, ViewChanged
+from common.limits import RESYNC_MS
 from common.messages.bus import Delta, MemberEntry, RouteEntry, Snapshot, Watch
 from common.messages.config import ConfigSlice
 from common.messages.member import (
@@ -174,6 +175,22 @@ def test_a_watcher_that_cannot_be_reached_is_dropped(service: Membership) -> Non
     service.join("bob")
     assert service.of(Delta) == []
     assert len(service.watch("members").items) == 3, "it may watch again"
+
+
+def test_a_watcher_that_missed_an_update_gets_the_whole_view(service: Membership) -> None:
+    service.watch("members")
+    service.join("ann")
+    (delta,) = service.of(Delta, WATCHER)
+    route = RouteEntry(address=b"x" * 32, node=WATCHER, boot=1, generation=1, role=Role.GATEWAY)
+    service.views.routes.apply(Snapshot(view="routes", version=1, items=[route]))
+    service.tell(SendFailed(WATCHER, delta, "unroutable"))
+    service.join("bob")
+    assert service.of(Delta) == []
+    service.advance(RESYNC_MS)
+    (snapshot,) = service.of(Snapshot, WATCHER)
+    assert len(snapshot.items) == 3
+    service.join("cid")
+    assert len(service.of(Delta, WATCHER)) == 1, "it watches again"
 
 
 def test_watchers_are_limited_and_foreign_views_are_not_ours(service: Membership) -> None:

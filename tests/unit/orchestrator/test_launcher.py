@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,18 +23,18 @@ def test_closed_descriptors_are_filled_before_anything_is_opened(tmp_path: Path,
     """Else the first socket would be number 0 and taken for standard input."""
     code = "; ".join(
         [
-            "import os",
+            "import json, os",
             "from services.orchestrator.launcher import open_standard_descriptors as fill",
             "fill()",
             "found = [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)]",
             "new = os.open('/', os.O_RDONLY)",
-            f"open({str(tmp_path / 'out')!r}, 'w').write(repr((found, new)))",
+            f"open({str(tmp_path / 'out')!r}, 'w').write(json.dumps((found, new)))",
         ]
     )
     script = f'exec "{sys.executable}" -P -c "$1" {closed(*fds)}'
     done = subprocess.run(["sh", "-c", script, "sh", code], capture_output=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    found, new = eval((tmp_path / "out").read_text())
+    found, new = json.loads((tmp_path / "out").read_text())
     assert new > 2 and all(found[fd] == "/dev/null" for fd in fds)
 
 
