@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from common.effects import SendFailed
-from common.limits import PROMPT_CANCEL_MS
+from common.limits import PROMPT_CANCEL_MS, RPC_CLOSED_MS
 from common.messages.node_agent import CancelRequest, InferPrompt
 from common.messages.serve import CloseRpc, ResumeServing, RpcClosed, ServingFailed, SuspendServing
 from services.prompt_gateway.core import RpcState
@@ -234,7 +234,7 @@ class GatewayMachine(RuleBasedStateMachine):
         if not self.closed:
             self.closed = True
             self.rig.tell(CloseRpc(reason="end"), src=ORCHESTRATOR)
-        self.rig.advance(1_000)
+        self.rig.advance(RPC_CLOSED_MS)
         self.observe()
         for client in self.clients:
             if client.conn not in self.rig.gone or client.error:
