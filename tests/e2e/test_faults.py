@@ -252,6 +252,16 @@ def test_the_provisioner_killed() -> None:
         assert not ledger.exists() or not list(ledger.iterdir())
 
 
+@pytest.mark.spec("S1 4.13")
+def test_orchestrator_and_provisioner_killed() -> None:
+    """Nobody is left to stop the worker: the end of its stdin does."""
+    with Stack() as stack:
+        stack.wait_record("node_runtime_ready", "ready")
+        for pid in (stack.pid("provisioner"), stack.pid("orchestrator")):
+            os.kill(pid, signal.SIGKILL)
+        wait_for("all gone", lambda: not stack.left(), 15)
+
+
 @pytest.mark.spec("S1 4.13", "S1 9.16", "S1 9.10")
 def test_the_orchestrator_killed() -> None:
     """Everybody notices by himself: the active request is faulted, workers and services are gone within 15 s."""
