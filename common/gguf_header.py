@@ -19,7 +19,7 @@ SUPPORTED_TENSOR_TYPES = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS",
 )  # fmt: skip
-SUPPORTED_TOKENIZERS = ("gpt2",)
+SENTENCEPIECE = "llama"  # tokenizer.ggml.model of Llama 2, Mistral and Gemma
 SUPPORTED_PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
 
 _T = TypeVar("_T")
@@ -124,11 +124,17 @@ def read_header(file: GgufFile) -> ModelHeader:
 
 
 def check_tokenizer(file: GgufFile) -> str:
-    """The pre-tokenizer preset of a byte-level BPE vocabulary, or UnsupportedTokenizerError."""
+    """The pre-tokenizer preset of a byte-level BPE vocabulary, SENTENCEPIECE, or UnsupportedTokenizerError."""
     model = file.metadata.get("tokenizer.ggml.model")
+    if model == SENTENCEPIECE:
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.scores"):
+            if not file.metadata.array_length(key):
+                raise UnsupportedTokenizerError(f"{file.path}: {key} is missing")
+        return SENTENCEPIECE
     if model != "gpt2":
         raise UnsupportedTokenizerError(
-            f"{file.path}: tokenizer {model!r} is not supported; byte-level BPE ('gpt2') is"
+            f"{file.path}: tokenizer {model!r} is not supported; 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece) are"
         )
     preset = file.metadata.get("tokenizer.ggml.pre", "default")
     if preset not in SUPPORTED_PRE_TOKENIZERS:

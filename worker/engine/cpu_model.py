@@ -61,9 +61,8 @@ class CpuPart:
         weights = tg.borrow(self._arena.address, self._arena.nbytes)
         self._state = tg.view(state).reshape(ROWS_MAX, h.embedding_length)
         self._logits = tg.view(logits)
-        self._team = Team(
-            kernels, [control_tensor(), state, weights, plan_tensor, self._cache, scratch, rope, logits], threads
-        )
+        tensors = [control_tensor(), state, weights, plan_tensor, self._cache, scratch, rope, logits]
+        self._team = Team(kernels, tensors, threads, self._arena)
         self._scale = math.sqrt(h.embedding_length) if plan.arch.scaled_embedding else 1.0
 
     @property

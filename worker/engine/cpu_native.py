@@ -122,7 +122,8 @@ def load_kernels() -> Kernels | None:
 class Team:
     """A step's buffers and threads: `step()` runs the captured program, all helpers beside it."""
 
-    def __init__(self, kernels: Kernels, tensors: Sequence[Tensor], threads: int) -> None:
+    def __init__(self, kernels: Kernels, tensors: Sequence[Tensor], threads: int, memory: object) -> None:
+        """`memory` is what the tensors borrow; a late helper may look at it until it is sent home."""
         self._tensors = list(tensors)
         self.control = Control.in_tensor(self._tensors[0])
         self.control.head[0], self.control.head[1] = _STEP, threads
@@ -136,7 +137,7 @@ class Team:
             thread = threading.Thread(target=_help, args=(kernels, control), name=f"engine-{number}", daemon=True)
             thread.start()
             helpers.append(thread)
-        self._close = weakref.finalize(self, _stop, kernels, self.control.address, helpers, self._tensors)
+        self._close = weakref.finalize(self, _stop, kernels, self.control.address, helpers, (self._tensors, memory))
 
     def step(self) -> None:
         self._step()
@@ -151,7 +152,7 @@ def _help(kernels: Kernels, control: Control) -> None:
     kernels.native.call(control.address, 0, 0, 0, 0, 0, 0, 0)
 
 
-def _stop(kernels: Kernels, control: int, helpers: list[threading.Thread], _tensors: list[Tensor]) -> None:
+def _stop(kernels: Kernels, control: int, helpers: list[threading.Thread], _kept: object) -> None:
     ctypes.c_int32.from_address(control).value = _STOP
     kernels.native.call(control, 0, 0, 0, 0, 0, 0, 0)
     for thread in helpers:

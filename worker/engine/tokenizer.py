@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers built from a GGUF's vocabulary, or from a Hugging Face tokenizer.json (S1 7.1, 7.9).
+"""Tokenizers from a GGUF's vocabulary (byte-level or SentencePiece BPE) or a tokenizer.json (S1 7.1, 7.9).
 
 Encoding is done by the `tokenizers` library. Decoding is our own table from token id to bytes, because a stream
 must be cut at bytes, not at tokens: one character may span several tokens (design.md 6 row 13).
@@ -10,13 +10,15 @@ import codecs
 import json
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from common.gguf import GgufFile, check_tokenizer
+from common.gguf_header import SENTENCEPIECE
+from worker.engine import sentencepiece
 from worker.engine.errors import TokenizerError
 
 _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
@@ -62,6 +64,8 @@ class Vocabulary:
     eos_id: int | None
     end_ids: frozenset[int]
     add_bos: bool
+    pieces: tuple[int, ...] = ()  # kinds of the tokens of a SentencePiece-style vocabulary; empty: byte-level
+    space_prefix: bool = False  # a text gets a space in front, which decoding takes off again
 
 
 class EngineTokenizer:
@@ -80,6 +84,8 @@ class EngineTokenizer:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         types: list[int] = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())]
         types += [1] * (len(tokens) - len(types))
+        if preset == SENTENCEPIECE:
+            return cls._from_pieces(file, tokens, types)
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
         try:
             model = models.BPE(
@@ -91,12 +97,25 @@ class EngineTokenizer:
             raise TokenizerError(f"{file.path}: the tokenizer's merges do not fit its vocabulary: {error}") from error
         backend = Tokenizer(model)
         backend.pre_tokenizer = _pre_tokenizer(preset)
-        control = [index for index, kind in enumerate(types) if kind == _CONTROL]
-        user = [index for index, kind in enumerate(types) if kind == _USER_DEFINED]
-        backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in control if tokens[i]])
-        backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in user if tokens[i]])
+        control, user = _add_special(backend, tokens, types)
         vocabulary = _vocabulary(tokens, control, user, *_special_ids(file))
         return cls(backend, vocabulary)
+
+    @classmethod
+    def _from_pieces(cls, file: GgufFile, tokens: list[str], types: list[int]) -> EngineTokenizer:
+        """A SentencePiece-style vocabulary."""
+        scores = [float(score) for score in file.metadata["tokenizer.ggml.scores"]]
+        unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+        if len(scores) != len(tokens) or (unknown is not None and not 0 <= unknown < len(tokens)):
+            raise TokenizerError(f"{file.path}: the tokenizer's scores do not fit its {len(tokens)} tokens")
+        prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+        try:
+            backend = sentencepiece.backend(tokens, scores, types, unknown, prefix)
+        except Exception as error:  # the library has no error class of its own
+            raise TokenizerError(f"{file.path}: the tokenizer cannot be built: {error}") from error
+        control, user = _add_special(backend, tokens, types)
+        known = _vocabulary(tokens, control, user, *_special_ids(file))
+        return cls(backend, replace(known, pieces=tuple(types), space_prefix=prefix))
 
     @classmethod
     def from_json(cls, path: str | Path, file: GgufFile) -> EngineTokenizer:
@@ -163,6 +182,8 @@ class EngineTokenizer:
         if index in self.vocabulary.control:
             return b""
         token = self.vocabulary.tokens[index]
+        if self.vocabulary.pieces:
+            return sentencepiece.piece_bytes(token, self.vocabulary.pieces[index])
         if index in self.vocabulary.user_defined or any(char not in _BYTES for char in token):
             return token.encode()
         return bytes(_BYTES[char] for char in token)
@@ -170,7 +191,8 @@ class EngineTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole sequence; an incomplete character at its end is left out."""
         decoder = self.stream()
-        return "".join(decoder.feed(index) for index in ids)
+        text = "".join(decoder.feed(index) for index in ids)
+        return text.removeprefix(" ") if self.vocabulary.space_prefix else text
 
     def stream(self) -> StreamDecoder:
         return StreamDecoder(self)
@@ -186,6 +208,15 @@ class StreamDecoder:
     def feed(self, index: int) -> str:
         """The characters that became complete with this token; bytes that can never become one are replaced."""
         return self._utf8.decode(self._tokenizer.token_bytes(index))
+
+
+def _add_special(backend: Tokenizer, tokens: list[str], types: list[int]) -> tuple[list[int], list[int]]:
+    """Tokens that a text is cut at before anything else; gives the control and the user-defined ones."""
+    control = [index for index, kind in enumerate(types) if kind == _CONTROL]
+    user = [index for index, kind in enumerate(types) if kind == _USER_DEFINED]
+    backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in control if tokens[i]])
+    backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in user if tokens[i]])
+    return control, user
 
 
 def _special_ids(file: GgufFile) -> tuple[int | None, int | None, int | None, bool]:
