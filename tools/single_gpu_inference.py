@@ -6,17 +6,33 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import secrets
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.messages.inference import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, PROMPT_CHARS_MAX, InferenceRequest
+from worker.gpu_node.limits import ANSWER_LIMIT_MS
 
 PROGRAM = "single-gpu-inference"
+DEFAULT_IMAGE = "swactor-mvp-node:latest"
+CONFIG_KEYS: dict[str, type] = {
+    "gpu": str,
+    "max_dph": float,
+    "image": str,
+    "model": str,
+    "disk_gb": int,
+    "ssh_identity": str,
+    "max_tokens": int,
+    "temperature": float,
+    "limit_s": int,
+}
+CONFIG_WORDS = {str: "a text", int: "a whole number", float: "a number"}
 
 
 class UsageError(Exception):
@@ -42,7 +58,24 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--key", type=Path, metavar="FILE", help="with --seed: a client key, or the node's state file")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="0: no cap")
     parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, metavar="T", help="0: greedy")
+    parser.add_argument("--limit-s", type=int, default=ANSWER_LIMIT_MS // 1000, metavar="S", help="the longest wait")
+    rent = parser.add_argument_group("renting", "without --seed; the API key is read from the variable VASTAI_API_KEY")
+    rent.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options; see config/")
+    rent.add_argument("--gpu", default="", metavar="NAME", help="only this GPU, as RTX_4090")
+    rent.add_argument("--max-dph", type=float, default=0.5, metavar="USD", help="the most that it may cost an hour")
+    rent.add_argument("--image", default=DEFAULT_IMAGE, metavar="IMAGE", help="the container image with gpu-node")
+    rent.add_argument("--model", default="", metavar="MODEL", help="a file in the image, or hf://OWNER/REPOSITORY/FILE")
+    rent.add_argument("--disk-gb", type=int, default=20, metavar="GB", help="image and model have to fit")
+    rent.add_argument("--ssh-identity", type=Path, metavar="FILE", help="a private key that the account knows")
+    rent.add_argument("--yes", action="store_true", help="agree to the price without being asked")
+    config, _ = parser.parse_known_args(argv)
+    if config.config is not None:
+        parser.set_defaults(**read_config(config.config, parser))
     arguments = parser.parse_args(argv)
+    if not 1 <= arguments.limit_s <= 24 * 3600:
+        parser.error("--limit-s must be between 1 and 86400")
+    if not (math.isfinite(arguments.max_dph) and 0 < arguments.max_dph <= 128) or not 8 <= arguments.disk_gb <= 10_000:
+        parser.error("--max-dph must be above 0 and at most 128, --disk-gb between 8 and 10000")
     if not 0 <= arguments.max_tokens <= 0xFFFF_FFFF:
         parser.error("--max-tokens must not be negative")
     if not (math.isfinite(arguments.temperature) and 0 <= arguments.temperature <= 100):
@@ -55,6 +88,25 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     if not arguments.prompt.strip() or len(arguments.prompt) > PROMPT_CHARS_MAX:
         parser.error(f"the prompt must have 1 to {PROMPT_CHARS_MAX} characters")
     return arguments
+
+
+def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The table [single_gpu_inference]: what the command line does not say. Unknown keys and wrong types are errors."""
+    try:
+        table = tomllib.loads(path.read_text()).get("single_gpu_inference", {})
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"{path} is no TOML: {error}")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        kind = CONFIG_KEYS.get(key)
+        if kind is None:
+            parser.error(f"{path}: there is no key {key!r}; the keys are {', '.join(CONFIG_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            parser.error(f"{path}: {key} must be {CONFIG_WORDS[kind]}")
+        found[key] = Path(str(value)) if key == "ssh_identity" else kind(value)
+    return found
 
 
 def parse_seed(text: str) -> tuple[str, str, int]:
@@ -100,7 +152,8 @@ def ask_local(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         logical_id=f"client {os.getpid()}",
     )
     try:
-        call = Call(door.node, make_request(arguments, end.inbox_addr), LOCAL_LIMITS, end.now_ms)
+        limits = dataclasses.replace(LOCAL_LIMITS, answer_ms=arguments.limit_s * 1000)
+        call = Call(door.node, make_request(arguments, end.inbox_addr), limits, end.now_ms)
         result = converse(end, door.node, call, note)
         if result.outcome is Outcome.ANSWERED:
             print(result.text, flush=True)
@@ -127,14 +180,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     # Here, so that --help and usage errors need no ZeroMQ.
     from tools.single_gpu_inference_client import Interrupted
+    from tools.single_gpu_inference_rent import RentError
     from worker.gpu_node.ends import EndError
     from worker.gpu_node.state_file import StateError
 
     try:
         if arguments.seed is not None:
             return ask_local(arguments, os.environ)
-        raise UsageError("say --seed HEX")
-    except (UsageError, StateError, EndError) as error:
+        from tools.single_gpu_inference_vastai import rent_and_ask
+
+        return rent_and_ask(arguments, lambda inbox: make_request(arguments, inbox), os.environ, note)
+    except (UsageError, StateError, EndError, RentError) as error:
         note(str(error))
     except Interrupted as error:
         note(f"{error}; no answer")

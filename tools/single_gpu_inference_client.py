@@ -31,9 +31,12 @@ def drain(end: End) -> list[Any]:
     return heard
 
 
-def converse(end: End, node: bytes, call: Call, note: Callable[[str], None]) -> Result:
-    """Pump until the call has a result. Raises Interrupted."""
+def converse(
+    end: End, node: bytes, call: Call, note: Callable[[str], None], tend: Callable[[], None] = lambda: None
+) -> Result:
+    """Pump until the call has a result; `tend` is called each turn. Raises Interrupted."""
     while True:
+        tend()
         seen = Seen(end.state(node), end.resolve(SERVICE_NAME), end.host.node.views.link_up)
         for address, request in call.step(seen, drain(end), end.now_ms):
             end.send(node, address, request)

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         seed = seed_of(os.environ)
         if seed is None:
             return run_local(spec, os.environ, arguments.port)
-        return run_rented(spec, seed, Path(os.environ.get("NODE_KEY_FILE") or DEFAULT_KEY_FILE))
+        return run_rented(spec, seed, Path(os.environ.get("NODE_KEY_FILE") or DEFAULT_KEY_FILE), os.environ)
     except GpuNodeError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

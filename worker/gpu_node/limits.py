@@ -17,6 +17,7 @@ RESOLVE_LIMIT_MS = 60_000
 LOCAL_CONVERGE_LIMIT_MS = 30_000  # no image, no tunnel: the original's figures for its localhost mode
 LOCAL_RESOLVE_LIMIT_MS = 30_000
 LINK_LOST_LIMIT_MS = 15_000  # localhost: the node is the broker, and SWIM's clock stands while the link is down
+ORPHAN_LIMIT_MS = 600_000  # a rented node without its client: a tunnel is back within seconds, a dead laptop never
 NODE_KEY_LIMIT_MS = 600_000  # how long a rented gpu-node waits for its key over ssh: as long as its worker may load
 
 # --- inference (S2 7.3) -----------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from worker.gpu_node.events import (
     WriteChild,
 )
 from worker.gpu_node.inference import InferenceActor
-from worker.gpu_node.limits import KILL_TIMEOUT_MS, NODE_KEY_LIMIT_MS, WORKER_READY_LIMIT_MS
+from worker.gpu_node.limits import KILL_TIMEOUT_MS, NODE_KEY_LIMIT_MS, ORPHAN_LIMIT_MS, WORKER_READY_LIMIT_MS
+from worker.gpu_node.orphan import Orphan, destroy_self
 from worker.gpu_node.state_file import Published, StateError, mint_clients, state_folder
 
 LOGICAL_ID = "gpu-node"
@@ -87,11 +88,20 @@ def wait_for_key(path: Path, limit_ms: int = NODE_KEY_LIMIT_MS) -> KeyPair:
 class GpuNode:
     """The actor tree on one end, and S2 3.5's main thread: waits for WorkerReady, then serves until it is stopped."""
 
-    def __init__(self, end: End, spec: ProcessSpec, *, ready_limit_ms: int = WORKER_READY_LIMIT_MS) -> None:
+    def __init__(
+        self,
+        end: End,
+        spec: ProcessSpec,
+        *,
+        ready_limit_ms: int = WORKER_READY_LIMIT_MS,
+        orphan_limit_ms: int | None = None,
+    ) -> None:
         self.end = end
         self.ready = False
         self.worker_gone = ""
         self._ready_limit_ms = ready_limit_ms
+        self._orphan = None if orphan_limit_ms is None else Orphan(end.now_ms, orphan_limit_ms)
+        self.orphaned = False
         self._children: dict[bytes, ChildProcess] = {}
         self._signals = 0
         host = end.host
@@ -116,23 +126,27 @@ class GpuNode:
         self.end.turn_until(lambda: self._hear() or self.ready or self.worker_gone, self._ready_limit_ms)
         if self._signals or self.ready:
             return 0
-        if not self.worker_gone:
+        if not (self.worker_gone or self.orphaned):
             log(f"the worker did not report ready within {self._ready_limit_ms // 1000} s")
         return 1
 
     def _serve(self) -> int:
         while not self._hear():
             self.end.host.turn()
-        return 0
+        return 1 if self.orphaned else 0
 
     def _hear(self) -> bool:
-        """Drain the inbox, the lifecycle observer. True: a signal asks us to stop."""
+        """Drain the inbox, the lifecycle observer. True: it is time to go."""
         for _, message in self.end.inbox.drain():
             if isinstance(message, StopSignal):
                 self._signals += 1
             elif isinstance(message, InferenceActorStatus):
                 self._status(message)
-        return self._signals > 0
+        if self._orphan is not None and not self.orphaned:
+            self.orphaned = self._orphan.is_left(self.end.host.node.views.link_up, self.end.now_ms)
+            if self.orphaned:
+                log("whoever rented this node is gone")
+        return self._signals > 0 or self.orphaned
 
     def _status(self, status: InferenceActorStatus) -> None:
         match status:
@@ -159,7 +173,8 @@ class GpuNode:
         running = self._children.get(self.inference.process_addr)
         if running is not None and running.pid:
             host.deliver(self.inference.process_addr, Stop())
-            self.end.turn_until(lambda: not running.pid or (self._hear() and self._signals > 1), KILL_TIMEOUT_MS + 500)
+            limit_ms = KILL_TIMEOUT_MS + 500
+            self.end.turn_until(lambda: not running.pid or (self._hear() and self._signals > 1), limit_ms)
         host.node.system.stop(self.inference_addr)
         self.end.close()
         for child in self._children.values():
@@ -181,7 +196,7 @@ def make_inbox() -> Any:
     return main_inbox(ProcessStarted, WorkerReady, ProcessExited)
 
 
-def run_local(spec: ProcessSpec, environ: Mapping[str, str], port: int, **limits: int) -> int:
+def run_local(spec: ProcessSpec, environ: Mapping[str, str], port: int) -> int:
     """Localhost mode (S2 8): this process is the broker. Raises GpuNodeError."""
     keys, clients = mint_keypair(), mint_clients()
     try:
@@ -193,15 +208,23 @@ def run_local(spec: ProcessSpec, environ: Mapping[str, str], port: int, **limits
         raise GpuNodeError(str(error)) from None
     try:
         announce(keys.public, f"{LOOPBACK}:{base}")
-        return GpuNode(end, spec, **limits).run()
+        return GpuNode(end, spec).run()
     finally:
         published.remove()
 
 
-def run_rented(spec: ProcessSpec, seed: Seed, key_file: Path, **limits: int) -> int:
-    """Rented: dial the client's broker through its tunnel (S2 5). Raises GpuNodeError."""
+def run_rented(
+    spec: ProcessSpec, seed: Seed, key_file: Path, environ: Mapping[str, str], orphan_limit_ms: int = ORPHAN_LIMIT_MS
+) -> int:
+    """Rented: dial the client's broker through its tunnel (S2 5); destroy the instance if the client stays away.
+
+    Raises GpuNodeError.
+    """
     log(f"waiting for this node's key in {key_file}")
-    keys = wait_for_key(key_file)
+    try:
+        keys = wait_for_key(key_file, min(orphan_limit_ms, NODE_KEY_LIMIT_MS))
+    except GpuNodeError as error:
+        raise GpuNodeError(f"{error}; {destroy_self(environ)}") from None
     end = dial_end(
         make_inbox(),
         broker_key=seed.key,
@@ -211,4 +234,8 @@ def run_rented(spec: ProcessSpec, seed: Seed, key_file: Path, **limits: int) -> 
         profile="wan",
     )
     announce(keys.public, seed.endpoints[Plane.CONTROL].removeprefix("tcp://"))
-    return GpuNode(end, spec, **limits).run()
+    node = GpuNode(end, spec, orphan_limit_ms=orphan_limit_ms)
+    status = node.run()
+    if node.orphaned:
+        log(destroy_self(environ))
+    return status

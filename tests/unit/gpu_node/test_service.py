@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from tests.unit.gpu_node.ends import ECHO
 from worker.gpu_node.__main__ import _arguments, worker_spec
 from worker.gpu_node.ends import broker_end, free_ports
 from worker.gpu_node.events import ProcessSpec
-from worker.gpu_node.service import GpuNode, GpuNodeError, make_inbox, seed_of, wait_for_key
+from worker.gpu_node.orphan import Orphan, destroy_self
+from worker.gpu_node.service import GpuNode, GpuNodeError, make_inbox, run_rented, seed_of, wait_for_key
 
 KEY = "ab" * 32
 
@@ -112,3 +114,44 @@ def test_the_worker_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tools.fetch_model.default_model_path", lambda: tmp_path / "none")
     with pytest.raises(GpuNodeError, match="no model: say --model"):
         spec()
+
+
+def test_an_orphan_is_one_after_the_whole_limit_only() -> None:
+    orphan = Orphan(0, 100)
+    assert not orphan.is_left(False, 99) and not orphan.is_left(True, 150)
+    assert not orphan.is_left(False, 249) and orphan.is_left(False, 250)
+
+
+@pytest.mark.spec("S2 7.5.1")
+def test_a_rented_node_whose_client_stays_away_destroys_its_instance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_DELETE(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    environ = {"CONTAINER_ID": "77", "CONTAINER_API_KEY": "k", "VASTAI_BASE_URL": url}
+    seed = seed_of({"SEED_ADDR": mint_keypair().public.hex(), "SEED_RELAY": f"tcp://127.0.0.1:{free_ports()}"})
+    assert seed
+    path = tmp_path / "node.key"
+    with pytest.raises(GpuNodeError, match="is being destroyed"):
+        run_rented(ECHO, seed, path, environ, orphan_limit_ms=300)
+    path.write_text(mint_keypair().secret.hex())
+    path.chmod(0o600)
+    assert run_rented(ECHO, seed, path, environ, orphan_limit_ms=2000) == 1
+    assert asked == [("/api/v0/instances/77/", "Bearer k")] * 2
+    assert "whoever rented this node is gone" in capsys.readouterr().err
+    server.shutdown()
+    server.server_close()
+    assert "could not be destroyed" in destroy_self(environ)
+    assert destroy_self({}) == "this container has no key to destroy itself"
