@@ -68,7 +68,7 @@ class Story:
 
 def is_fatal(entry: Entry) -> bool:
     """Whether a failed record can be why a run ended."""
-    return entry.content.get("phase") not in NOT_FATAL
+    return str(entry.content.get("phase")) not in NOT_FATAL
 
 
 def cause_of(entry: Entry) -> str:

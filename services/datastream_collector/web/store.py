@@ -31,9 +31,13 @@ class Store:
             view = self.runs[entry.run] = RunView(entry.run)
             while len(self.runs) > RUNS_MAX:
                 self.runs.popitem(last=False)
-        view.add(entry)
-        for sink in self._sinks:
-            sink(entry)
+        for take in (view.add, *self._sinks):
+            try:
+                take(entry)
+            except Exception as error:
+                # One strange record of a worker must not end the page for all others.
+                self.source["not_shown"] = self.source.get("not_shown", 0) + 1
+                self.source["not_shown_error"] = f"{type(error).__name__}: {error}"[:200]
         self.touch()
 
     def miss(self, count: int) -> None:

@@ -161,7 +161,9 @@ def test_records_of_a_prompt_hold_counts_and_never_its_text() -> None:
     assert all(record["type"] == "OrchPromptEvent" and record["run_id"] == 1 for record in records)
     assert all(record["request_id"] == 5 for record in records)
     assert all(record["detail"]["prompt_id"] == infer.request_id for record in records)
-    seen = [(r["phase"], r["status"], {k: v for k, v in r["detail"].items() if k != "prompt_id"}) for r in records]
+    assert all(record["detail"]["unix_ms"] >= 1_800_000_000_000 for record in records), "when, by the gateway's clock"
+    own = {"prompt_id", "unix_ms"}
+    seen = [(r["phase"], r["status"], {k: v for k, v in r["detail"].items() if k not in own}) for r in records]
     sent = {"node_actor": AGENT[:8].hex(), "reply_to": infer.reply_to[:8].hex()}
     counts = {"tokens_generated": 2, "prompt_tokens": 5, "elapsed_ms": 30, "finish_reason": "stop"}
     assert seen == [

@@ -1,0 +1,181 @@
+"""Dashboard, metrics and HTTP front of a real run: they start with it, may die without harm, and may not be busy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.stack import Stack, model_file, wait_for
+
+pytestmark = pytest.mark.e2e
+
+HTTP, WEB = "prompt_gateway.http", "datastream_collector.web"
+
+
+def config(stack_home: Stack, **addresses: str) -> str:
+    place = {"http": "127.0.0.1:0", "dashboard": "127.0.0.1:0", "metrics": "127.0.0.1:0", **addresses}
+    return f"""
+[runtime]
+run_dir = {json.dumps(str(stack_home.run_dir))}
+[provider]
+kind = "process"
+[model]
+id = "smol"
+gguf_local_path = {json.dumps(str(model_file()))}
+[prompt]
+rpc_addr = "127.0.0.1:0"
+http_addr = "{place["http"]}"
+[observability]
+datastream_frame_log = {json.dumps(str(stack_home.archive.path))}
+dashboard_addr = "{place["dashboard"]}"
+metrics_addr = "{place["metrics"]}"
+"""
+
+
+def made(**addresses: str) -> Stack:
+    stack = Stack(text="")
+    stack.config_file.write_text(config(stack, **addresses))
+    return stack
+
+
+def where(stack: Stack, what: str) -> str:
+    """The URL that a process said when it started."""
+
+    def found() -> str:
+        for record in stack.archive.records():
+            line = str(record.body.get("line", {}).get("line", ""))
+            if f"{what}: http://" in line:
+                return line.rpartition(" ")[2]
+        return ""
+
+    return str(wait_for(f"where the {what} is", found, 30))
+
+
+def state(url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{url}api/state", timeout=10).json()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with made() as stack:
+        stack.wait_record("prompt_rpc", "ready")
+        yield stack
+        stack.say("stop\n")
+        assert stack.wait() == 0, stack.stderr
+        assert not stack.run_dir.exists() and not stack.left()
+
+
+@pytest.mark.spec("S1 7.15", "S1 8.11", "S1 5.9")
+def test_the_dashboard_follows_the_run(stack: Stack) -> None:
+    url = where(stack, "dashboard")
+    now = wait_for("serving", lambda: (found := state(url)).get("run", {}).get("state") == "serving" and found, 10)
+    assert now["source"] == {"kind": "live", "state": "live"}
+    (worker,) = now["workers"]
+    assert (worker["state"], worker["provider"], worker["layers_held"]) == ("ready", "process", 30)
+    assert now["run"]["facts"]["addr"] == stack.addr()
+    before = len(now["prompts"]["rows"])
+    done = stack.ask("Say hello.", max_tokens=8)
+    rows = wait_for("the prompt", lambda: len(found := state(url)["prompts"]["rows"]) > before and found, 10)
+    row = wait_for("its end", lambda: (found := state(url)["prompts"]["rows"][0])["state"] == "done" and found, 10)
+    assert rows and (row["tokens"], row["max_tokens"]) == (done.tokens_generated, 8)
+    hosts = wait_for("host samples", lambda: state(url)["workers"][0].get("cpu"), 10)
+    assert hosts["percent"] is not None
+    with httpx.stream("GET", f"{url}events", timeout=10) as events:
+        lines = events.iter_lines()
+        while not (line := next(lines)).startswith("data: "):
+            pass
+        assert set(json.loads(line[6:])) >= {"run", "phases", "workers", "prompts", "source"}
+
+
+def test_the_openai_client_talks_to_the_real_model(stack: Stack) -> None:
+    client = openai.OpenAI(base_url=where(stack, "http"), api_key="none", max_retries=0, timeout=60)
+    turns = [{"role": "user", "content": "What is the capital of France?"}]
+    ask: Any = {"model": "smol", "messages": turns, "temperature": 0, "max_tokens": 20}
+    whole = client.chat.completions.create(**ask)
+    text = whole.choices[0].message.content
+    streamed = client.chat.completions.create(**ask, stream=True)
+    assert text and text == "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+    with stack.client() as plain:
+        done = plain.complete(messages=turns, max_tokens=20)
+    assert (done.final_text, done.tokens_generated) == (text, whole.usage and whole.usage.completion_tokens)
+
+
+def test_metrics_count_what_happened(stack: Stack) -> None:
+    stack.ask("Say hello.", max_tokens=8)
+    url = where(stack, "metrics")
+    assert url.endswith("/metrics")
+
+    def counted() -> str:
+        text = httpx.get(url, timeout=10).text
+        return text if "smq_tokens_total" in text and 'smq_run{state="serving"} 1.0' in text else ""
+
+    text = wait_for("metrics", counted, 10)
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['smq_prompts_total{outcome="done"}']) >= 1
+    assert float(values["smq_prompt_first_token_seconds_count"]) >= 1
+    assert 0 < float(values["smq_token_seconds_sum"]) < 60
+
+
+@pytest.mark.spec("S1 7.15", "S1 9.18", "S1 10.11")
+def test_their_death_is_a_restart_and_nothing_else(stack: Stack) -> None:
+    url, front = where(stack, "dashboard"), where(stack, "http")
+    for part in (WEB, HTTP):
+        old = stack.kill(part)
+        wait_for(f"another {part}", lambda part=part, old=old: old not in _pids(stack, part) and _pids(stack, part), 10)
+    assert wait_for("the page at its old address", lambda: _status(url) == 200, 10)
+    assert wait_for("the front at its old address", lambda: _status(front.removesuffix("/v1") + "/readyz") == 200, 10)
+    assert stack.ask("Say hello.", max_tokens=4).tokens_generated > 0
+    restarts = [r for r in stack.archive.lifecycle() if r.step == ("service_restart", "observed")]
+    assert {r.detail["service"] for r in restarts} == {WEB, HTTP}
+    hung = _pids(stack, WEB)[0]
+    os.kill(hung, signal.SIGSTOP)
+    begin = time.monotonic()
+    assert stack.ask("Say hello.", max_tokens=4).tokens_generated > 0
+    assert time.monotonic() - begin < 20, "a dashboard that hangs slows nobody"
+    os.kill(hung, signal.SIGCONT)
+    found = state(url)
+    assert any("it was restarted" in fault["cause"] for fault in found["faults"])
+
+
+def _pids(stack: Stack, part: str) -> list[int]:
+    return [process.pid for process in stack.left() if process.part == part]
+
+
+def _status(url: str) -> int:
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+@pytest.mark.spec("S1 10.3", "S1 7.15")
+@pytest.mark.parametrize("what", ["dashboard", "metrics", "http"])
+def test_a_busy_address_fails_the_start_before_any_worker(what: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with made(**{what: address}) as stack:
+            assert stack.wait() == 1
+            assert f"cannot listen at {address}: Address already in use; set [" in stack.stderr
+            assert stack.stderr.count("\n") == 1
+            record = stack.archive.one(what, "failed")
+            assert address in record.detail["error"]
+            assert stack.archive.find("provider_start", "started") is None
+            assert stack.archive.one("orch_exit", "failed")
+
+
+def test_without_addresses_nothing_is_started() -> None:
+    with Stack() as stack:
+        stack.wait_record("config", "ready")
+        assert _pids(stack, WEB) == [] == _pids(stack, HTTP)
+        stack.say("stop\n")
+        stack.wait()
