@@ -40,6 +40,7 @@
       count /= 1000;
     }
   }
+  const lines = (count) => `${count} line${count === 1 ? "" : "s"}`;
   const number = (value, unit = "") => value === null || value === undefined ? "–" : `${value}${unit}`;
   const live = () => data.source && data.source.kind === "live" && !["ended", "failed"].includes((data.run || {}).state);
   const now = () => live() ? Date.now() : (data.run || {}).last_ms;
@@ -240,7 +241,7 @@
       logAfter = Math.max(logAfter, seq);
     }
     while (box.childElementCount > LOG_LINES * 2) box.firstElementChild.remove();
-    $("log-count").textContent = search ? `${box.childElementCount} of ${found.total} lines` : `${found.total} lines`;
+    $("log-count").textContent = search ? `${box.childElementCount} of ${lines(found.total)}` : lines(found.total);
     if ($("log-follow").checked) box.scrollTop = box.scrollHeight;
   }
   function marked(text, search) {
