@@ -254,7 +254,6 @@ class OpenEdges(Message, frozen=True, kw_only=True, tag=263):
     stage_count: U32
     inbound: StageInboundEdgeWire
     outbound: StageOutboundEdgeWire
-    relay_only: bool = False
 
 
 class EdgeReady(Message, frozen=True, kw_only=True, tag=264):

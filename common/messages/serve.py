@@ -103,7 +103,6 @@ class OpenTokenOut(Message, frozen=True, kw_only=True, tag=189):
     run_id: U64
     run: RunNonce
     token_out: StageInboundEdgeWire
-    relay_only: bool = False
 
 
 class TokenOutListening(Message, frozen=True, kw_only=True, tag=190):

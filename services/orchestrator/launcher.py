@@ -49,6 +49,10 @@ class LaunchError(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Run once. Returns the exit status: 0 or 1 (S1 3.1)."""
     args = sys.argv[1:] if argv is None else argv
+    if args[:1] == ["plan"]:
+        from services.orchestrator import plan_command  # a start needs none of it
+
+        return plan_command.main(args[1:])
     if (text := information(args)) is not None:
         sys.stdout.write(text)
         return 0

@@ -117,22 +117,27 @@ class PlannedRun(StartUp):
         self._edge_tokens = {edge.edge_id: ctx.rng.randbytes(NONCE_BYTES) for edge in self.plan.edges}
         for worker in self.workers.values():
             if worker.endpoint is not None:
-                self._endpoints[worker.node_id] = worker.endpoint
+                self._endpoints[worker.node_id] = self._reachable(worker.endpoint)
         token_out = self.plan.token_out
         message = OpenTokenOut(
             run_id=self.run_id,
             run=self.nonce,
             token_out=inbound_wire(token_out, self._edge_tokens[token_out.edge_id]),
-            relay_only=self.config.pipeline_edges == "relay",
         )
         self.rpc_open = True
         self.record(ctx, "token_endpoints", "started", {})
         ctx.send(self.service(ctx, Role.GATEWAY), message)
 
+    def _reachable(self, endpoint: EndpointWire) -> EndpointWire:
+        """[pipeline] edges = "relay": over the bus, whatever could be dialled."""
+        if self.config.pipeline_edges != "relay":
+            return endpoint
+        return EndpointWire(node_key=endpoint.node_key, relay=True)
+
     def _token_out_listening(self, msg: TokenOutListening, ctx: Ctx) -> None:
         if self.phase is not Phase.BOOTSTRAP or self.plan is None:
             return
-        self._endpoints[self.plan.node_id] = msg.endpoint
+        self._endpoints[self.plan.node_id] = self._reachable(msg.endpoint)
         try:
             wires = [self.stage_wire(worker) for worker in self.workers.values()]
             token_in = self.plan.token_in

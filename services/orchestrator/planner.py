@@ -76,6 +76,9 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     layer_bytes: tuple[int, ...] = ()
     """Of each layer's tensors in the file; empty where nobody asked."""
+    layer_memory_bytes: tuple[int, ...] = ()
+    """Of each layer as a worker holds it: float16."""
+    head_memory_bytes: int = 0
     embedding_bytes: int = 0
     head_bytes: int = 0
     kv_bytes_per_layer: int = 0

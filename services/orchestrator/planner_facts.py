@@ -16,6 +16,7 @@ PLAN_JOB = "plan"
 """The kind of the RunJob that makes the plan."""
 DEFAULT_CONTEXT_MAX = 4096  # design.md 6 row 29
 KV_VALUE_BYTES = 2  # the cache is float16
+WEIGHT_VALUE_BYTES = 2  # so are the matrices of a loaded stage
 
 
 def planning_path(config: OrchestratorSlice) -> Path:
@@ -70,11 +71,13 @@ def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> Mo
         raise PlanError(f"{file.path}: the model has {header.block_count} layers; a pipeline needs at least 1")
     context = context_of(header, config.max_context)
     layers = [0] * header.block_count
+    memory = [0] * header.block_count
     for name, info in file.tensors.items():
         prefix, _, rest = name.partition(".")
         number = rest.partition(".")[0]
         if prefix == "blk" and number.isdigit() and int(number) < header.block_count:
             layers[int(number)] += info.nbytes
+            memory[int(number)] += info.elements * WEIGHT_VALUE_BYTES
     embedding = file.tensors.get("token_embd.weight")
     head = file.tensors.get("output.weight", embedding)
     ends = (header.eos_token_id, header.eot_token_id)
@@ -89,6 +92,8 @@ def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> Mo
         dtype=DTYPES.get(config.activation_dtype, config.activation_dtype),
         eos_token_ids=tuple(sorted({token for token in ends if token is not None})),
         layer_bytes=tuple(layers),
+        layer_memory_bytes=tuple(memory),
+        head_memory_bytes=head.elements * WEIGHT_VALUE_BYTES if head else 0,
         embedding_bytes=embedding.nbytes if embedding else 0,
         head_bytes=head.nbytes if head else 0,
         kv_bytes_per_layer=2 * header.head_count_kv * header.head_dim * KV_VALUE_BYTES * context,

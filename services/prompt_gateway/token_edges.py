@@ -45,7 +45,6 @@ class DialTokenIn(Effect):
     """Connect the token-in edge; EdgeUp follows."""
 
     edge: StageOutboundEdgeWire
-    relay_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,6 @@ class TokenEdges:
         self.token_out: int | None = None
         self.failed = ""
         self._opener = b""
-        self._relay_only = False
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """One of TOKEN_EDGE_EVENTS but TokenRecord, which is the serving loop's."""
@@ -148,7 +146,7 @@ class TokenEdges:
             case OpenTokenOut():
                 if self.token_out is not None:
                     self.close(ctx)
-                self._opener, self._relay_only, self.failed = ctx.sender, msg.relay_only, ""
+                self._opener, self.failed = ctx.sender, ""
                 self.token_out = msg.token_out.edge_id
                 ctx.effect(ListenTokenOut(msg.run, msg.token_out))
                 ctx.timer(PUMP_TIMER, PUMP_MS)
@@ -156,13 +154,12 @@ class TokenEdges:
                 if msg.error:
                     ctx.send(self._opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
                 else:
-                    candidates = [] if self._relay_only else msg.candidates
-                    endpoint = EndpointWire(node_key=ctx.node, candidates=candidates, relay=True)
+                    endpoint = EndpointWire(node_key=ctx.node, candidates=msg.candidates, relay=True)
                     ctx.send(self._opener, TokenOutListening(endpoint=endpoint))
             case OpenTokenIn():
                 if self.token_out is not None and self.token_in is None:
                     self.token_in = msg.token_in.edge_id
-                    ctx.effect(DialTokenIn(msg.token_in, self._relay_only))
+                    ctx.effect(DialTokenIn(msg.token_in))
             case EdgeUp():
                 ready = TokenEndpointReady(endpoint=self._name(msg.edge_id), path=msg.path)
                 ctx.send(self._opener, ready)
@@ -216,7 +213,7 @@ class TokenEdgeShell:
     def _listen(self, effect: ListenTokenOut) -> None:
         self.close()
         self._port = EdgePort(self._host.bus_file.keys, effect.run, self)
-        path = self._host.bus_file.run_dir / "edge-gateway"
+        path = self._host.bus_file.run_dir / "edge-gateway.sock"
         try:
             candidates = self._port.bind([f"ipc://{path}"])
         except EdgeSocketError as error:
@@ -229,7 +226,7 @@ class TokenEdgeShell:
 
     def _dial(self, effect: DialTokenIn) -> None:
         if self._port is not None:
-            self._port.open(effect.edge, self._now_ms(), relay_only=effect.relay_only)
+            self._port.open(effect.edge, self._now_ms())
 
     def _write(self, effect: WriteTokenIn) -> None:
         if self._port is not None:

@@ -19,7 +19,9 @@ from common.limits import (
     LINGER_MS,
     PROCESS_STOP_GRACE_MS,
     RUNTIME_READY_RESEND_MS_MAX,
+    STAGE_SILENCE_MS,
     STAGE_STOPPED_MS,
+    WORKER_SILENT_MS_SERVING,
 )
 from common.messages import engine as wire
 from common.messages.edge import BeginSequence
@@ -464,7 +466,9 @@ class NodeAgentActor(Actor):
         waiting = (stage.StageState.PROVISIONING, stage.StageState.WAITING)
         is_loading = self.core.state in waiting and not self.core.weights_ready
         tearing_down = self.core.state is stage.StageState.STOPPING
-        owes = not self.engine_ready or is_loading or tearing_down or self.desk.owed
+        serves_stage = self.edges.is_open and not is_loading
+        owes = not self.engine_ready or is_loading or tearing_down or self.desk.owed or serves_stage
+        self.vigil.limit_ms = WORKER_SILENT_MS_SERVING if serves_stage else STAGE_SILENCE_MS
         is_over = not self.engine_running or self._exit is not None or bool(self._asked_by)
         self.vigil.mind(owes and not is_over, is_loading and not is_over, ctx)
 

@@ -19,7 +19,7 @@ def edge_bind(launch: LaunchFile, keys: KeyPair) -> EdgeBind:
     door = launch.endpoints["control"]
     addresses, advertise = ["tcp://127.0.0.1:*"], "127.0.0.1"
     if door.startswith("ipc://"):
-        path = Path(door.removeprefix("ipc://")).parent / f"edge{launch.node_id}"
+        path = Path(door.removeprefix("ipc://")).parent / f"edge{launch.node_id}.sock"
         if len(str(path).encode()) <= IPC_PATH_BYTES_MAX:
             addresses = [f"ipc://{path}"]
     elif found := TCP.fullmatch(door):

@@ -30,6 +30,8 @@ class Vigil:
     identity: WorkerIdentity
     watching: bool = False
     loading: bool = False
+    limit_ms: int = STAGE_SILENCE_MS
+    """How long without movement is a fault; a pipeline stage that serves bumps the page each second."""
     _moved_ms: int = 0
     _page: tuple[str, int] = ("", 0)
     _latest: Progress = field(default_factory=lambda: Progress(phase="load", done=0, total=0))
@@ -64,7 +66,7 @@ class Vigil:
         if not self.watching:
             return 0
         silent_ms = ctx.now_ms - self._moved_ms
-        if silent_ms >= STAGE_SILENCE_MS:
+        if silent_ms >= self.limit_ms:
             return silent_ms // 1000
         ctx.effect(ReadPage())
         ctx.timer(PAGE_TIMER, PAGE_READ_MS)

@@ -73,11 +73,11 @@ class EdgePort:
         capacity = edge.ring_spec.data_capacity
         self._desk.consumers.append(EdgeConsumer(edge.edge_id, edge.edge_token, self.run, capacity, decoder))
 
-    def open(self, edge: StageOutboundEdgeWire, now_ms: int, *, relay_only: bool = False) -> None:
+    def open(self, edge: StageOutboundEdgeWire, now_ms: int) -> None:
         """Dial the consumer."""
         endpoint = edge.consumer_endpoint
         assert endpoint is not None
-        candidates = [] if relay_only else list(endpoint.candidates)
+        candidates = list(endpoint.candidates)
         if endpoint.relay:
             candidates.append(RELAY)
         core = EdgeProducer(edge.edge_id, edge.edge_token, self.run, edge.ring_spec.data_capacity, candidates, now_ms)

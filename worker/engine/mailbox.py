@@ -13,6 +13,8 @@ class Mailbox:
         self._commands: deque[object] = deque()
         self._ready = threading.Condition()
         self._cancelled: set[int] = set()
+        self.is_waiting = False
+        """The main thread has nothing to do."""
 
     def put(self, message: object) -> None:
         """From the port thread."""
@@ -23,8 +25,10 @@ class Mailbox:
     def get(self) -> object:
         """The next command; waits for it."""
         with self._ready:
+            self.is_waiting = True
             while not self._commands:
                 self._ready.wait()
+            self.is_waiting = False
             return self._commands.popleft()
 
     def cancel(self, request_id: int) -> None:

@@ -83,6 +83,7 @@ class EngineProcess:
         self._engine: Engine | None = None
         self._threads = 0
         self._streams: dict[int, StreamDecoder] = {}
+        self._port.stage.alive = self._page.bump
         self._stage = StageRole(self._mailbox, self._port.stage, self._page, self._port.send, _sampling)
         self._handlers: dict[type, Callable[..., None]] = {
             Initialize: self._initialize,
@@ -170,7 +171,7 @@ class EngineProcess:
             max_context=message.max_context,
             part_of=part_of,
             tokenizer_path=message.tokenizer.path if isinstance(message.tokenizer, LocalPath) else None,
-            threads=self._threads,
+            threads=self._stage.threads(self._threads),
             progress=report,
         )
         self._page.enter(Phase.WARMING_UP)

@@ -46,6 +46,9 @@ class EdgeOpened:
     edge_id: int
 
 
+HEARTBEAT_MS = 1000  # of an idle engine; the agent's limit is a minute
+
+
 def now_ms() -> int:
     """Monotonic milliseconds."""
     return time.monotonic_ns() // 1_000_000
@@ -59,9 +62,13 @@ class StagePort:
         self._edges: EdgePort | None = None
         self.candidates: list[str] = []
         self._begun: int | None = None
+        self._opened = False
         self._orders: deque[tuple[int, bytes, int]] = deque()
         """(edge id, bytes to write, or nothing and the end offset that was consumed)."""
         self._failed = False
+        self._beats_ms = 0
+        self.alive: Callable[[], None] = lambda: None
+        """Bumps the progress page: called while the main thread waits for work, so that idle differs from frozen."""
 
     # --- main thread ------------------------------------------------------------------------------------------
     def write(self, edge_id: int, record: Record) -> None:
@@ -82,14 +89,22 @@ class StagePort:
 
     def wait_ms(self) -> int | None:
         """How long the port may sleep."""
-        at = self._edges.next_deadline() if self._edges else None
-        return None if at is None else max(0, at - now_ms())
+        if self._edges is None:
+            return None
+        times = [self._beats_ms] if self._opened else []
+        if (at := self._edges.next_deadline()) is not None:
+            times.append(at)
+        return max(0, min(times) - now_ms()) if times else None
 
     def pump(self) -> None:
         """Orders of the main thread, then whatever moves."""
         if self._edges is None:
             return
         at = now_ms()
+        if self._opened and at >= self._beats_ms:
+            self._beats_ms = at + HEARTBEAT_MS
+            if self._mailbox.is_waiting:
+                self.alive()
         while self._orders:
             edge_id, data, end_offset = self._orders.popleft()
             if self._failed:
@@ -136,12 +151,13 @@ class StagePort:
             return
         # First the main thread's table, so that it knows the edges before it hears of them.
         self._mailbox.put(message)
+        self._opened = True
         self._edges.accept(message.inbound)
-        self._edges.open(message.outbound, now_ms(), relay_only=message.relay_only)
+        self._edges.open(message.outbound, now_ms())
 
     def _close(self) -> None:
         """No byte moves any more; the step that runs is cut short."""
-        self._failed = True
+        self._failed, self._opened = True, False
         if self._begun is not None:
             self._mailbox.cancel(self._begun)
         if self._edges is not None:

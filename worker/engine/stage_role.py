@@ -6,6 +6,7 @@ computed at once and completed, and the record's bytes are credited. Whatever go
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,16 @@ class StageRole:
         self._steps = StageSteps(engine.model, shape)
         mine = {"run_id": edges.run_id, "node_id": edges.node_id, "stage_index": edges.stage_index}
         self._controller.handle(MarkWeightsReady(**mine))
+
+    def threads(self, asked: int) -> int:
+        """Threads of this stage's kernels: what was asked for; else, where all stages share this machine's cores (their
+        edges do not leave it), its share of them; else 0, all."""
+        edges = self._edges
+        if asked or edges is None:
+            return asked
+        endpoint = edges.outbound.consumer_endpoint
+        is_local = endpoint is not None and any(address.startswith("ipc://") for address in endpoint.candidates)
+        return max(1, len(os.sched_getaffinity(0)) // edges.stage_count) if is_local else 0
 
     def dropped(self) -> None:
         """The weights are gone."""
