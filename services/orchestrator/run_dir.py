@@ -16,8 +16,7 @@ from services.prompt_gateway.bind import RPC_ADDR_FILE
 
 LOCK = "lock"
 OWN_NAMES = frozenset({LOCK, "bus", "keys", "secrets", "nodes", RPC_ADDR_FILE})
-OWN_SUFFIX = ".sock"
-"""What a run leaves in its directory. Whatever else lies there is somebody's, and is neither removed nor mixed up."""
+"""What a run leaves in its directory, beside its sockets. Whatever else lies there is somebody's and stays."""
 
 
 class RunDirectory:
@@ -41,13 +40,15 @@ class RunDirectory:
             raise SecurityError(
                 f"run directory {self.path} is not a private directory of this user; remove it or set [runtime] run_dir"
             )
-        if foreign := sorted(entry.name for entry in self.path.iterdir() if not _is_own(entry)):
-            raise SecurityError(
-                f"run directory {self.path} holds other files ({foreign[0]}); set [runtime] run_dir to a directory of "
-                "its own, it is emptied and removed"
-            )
         try:
             self._fd = self._lock()
+            if foreign := sorted(entry.name for entry in self.path.iterdir() if not _is_own(entry)):
+                (self.path / LOCK).unlink()
+                os.close(self._fd)
+                raise SecurityError(
+                    f"run directory {self.path} holds other files ({foreign[0]}); set [runtime] run_dir to a directory "
+                    "of its own, it is emptied and removed"
+                )
             os.ftruncate(self._fd, 0)
             os.write(self._fd, str(os.getpid()).encode())
             self._clear()
@@ -95,7 +96,7 @@ class RunDirectory:
 
 
 def _is_own(entry: Path) -> bool:
-    return entry.name in OWN_NAMES or entry.suffix == OWN_SUFFIX
+    return entry.name in OWN_NAMES or stat.S_ISSOCK(entry.lstat().st_mode)
 
 
 def default_path(environ: Mapping[str, str]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +24,18 @@ def path() -> Iterator[Path]:
         yield Path(directory) / "run"
 
 
+def bound(path: Path) -> None:
+    """A socket as a run leaves it."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
 def test_it_is_private_and_gone_at_the_end(path: Path) -> None:
     directory = RunDirectory(str(path), {})
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert (path / LOCK).read_text() == str(os.getpid())
     init(path, relay=True)
-    (path / "router-control.sock").touch()
+    bound(path / "edge1")
     directory.remove()
     assert not path.exists()
 
@@ -47,7 +54,7 @@ def test_the_second_one_is_told_who_holds_it(path: Path) -> None:
 def test_what_a_killed_run_left_is_cleared(path: Path) -> None:
     killed = RunDirectory(str(path), {})
     init(path, relay=False)
-    (path / "stream.sock").touch()
+    bound(path / "stream.sock")
     os.close(killed._fd)  # what the kernel does for a process that was killed
     again = RunDirectory(str(path), {})
     assert [entry.name for entry in path.iterdir()] == [LOCK]
@@ -60,6 +67,7 @@ def test_other_peoples_files_are_never_removed(path: Path) -> None:
     (path / "thesis.odt").write_text("years of work")
     with pytest.raises(SecurityError, match=r"holds other files \(thesis.odt\); set \[runtime\] run_dir"):
         RunDirectory(str(path), {})
+    assert [entry.name for entry in path.iterdir()] == ["thesis.odt"]
     (path / "thesis.odt").unlink()
     directory = RunDirectory(str(path), {})
     (path / "keys").mkdir()
