@@ -81,7 +81,8 @@ def test_golden_bytes_are_read_as_ever(name: str) -> None:
     tag = tomllib.loads(TAGS.read_text())[name]
     message = decode_body(tag, data)
     assert type(message).__name__ == name and tag_of(type(message)) == tag
-    assert encode_body(message) == data
+    # Map by map, not byte by byte: the map header of a type grows when it gets its 16th field.
+    assert msgpack.unpackb(encode_body(message)) == msgpack.unpackb(data)
     seen = unpack(data)
     assert seen == plain(message)
     # A field that came later is not in old bytes: it reads as its default, the rest as it was written.
