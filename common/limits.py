@@ -95,3 +95,8 @@ def provider_start_ms(provider: str) -> int:
     if provider == "external":
         return PROVIDER_START_BY_HAND_MS
     return PROVIDER_START_MS if provider == "process" else PROVIDER_START_SLOW_MS
+
+
+def provider_stop_ms(provider: str) -> int:
+    """How long the stop of one worker may take: above every grace; rented machines until a list shows them gone."""
+    return 120_000 if provider == "vastai" else 30_000

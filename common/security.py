@@ -29,7 +29,8 @@ class SecurityError(ValueError):
 class BusFile:
     """What a process needs to join: its role and key, its door broker, and where the run's files are.
 
-    For a broker, `endpoints` are what it binds, `door` what it binds for workers elsewhere, `allow` the static keys by
+    For a broker, `endpoints` are what it binds, `door` what it binds for workers elsewhere (the
+    provisioner knows it as well), `allow` the static keys by
     role, `uplink` (router only) the relay's endpoints and key.
     """
 
@@ -187,6 +188,7 @@ def _write(directory: Path, relay: bool, public: Door) -> dict[Role, Path]:
         if role is Role.PROVISIONER:
             key = public.key if public.remote else pairs[Role.RELAY if relay else Role.ROUTER].public
             content["worker_key"] = key.hex()
+            content["door"] = planes_to_json(public.bound())
             content["worker_endpoints"] = planes_to_json(public.dialled() if public.advertise or public.bind else door)
         if role is Role.ROUTER:
             content["allow"] = {pairs[other].public.hex(): other for other in roles if other is not Role.RELAY}

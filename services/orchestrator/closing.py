@@ -13,6 +13,7 @@ from common.limits import (
     PROVIDER_STOP_LIMIT_MS,
     RPC_CLOSED_MS,
     STAGE_STOPPED_MS,
+    provider_stop_ms,
 )
 from common.messages.node_agent import StopRun
 from common.messages.provision import NodesStopped, NodeStopped, StopNodes
@@ -76,7 +77,7 @@ class Closing(RunBase):
             case Phase.STOPPING_STAGES:
                 self._stop_nodes(ctx)
             case Phase.STOPPING_NODES:
-                self._stop_failed(ctx, f"no answer from the provisioner within {PROVIDER_STOP_LIMIT_MS // 1000} s")
+                self._stop_failed(ctx, f"no answer from the provisioner within {self._stop_limit_ms // 1000} s")
             case Phase.FLUSHING:
                 self._over(ctx)
 
@@ -141,11 +142,16 @@ class Closing(RunBase):
             self.result.stderr_tail = stderr_tail
         self._stop_awaited_no_more(worker, ctx)
 
+    @property
+    def _stop_limit_ms(self) -> int:
+        # Above the provisioner's own limit, so that its error is the one that is reported.
+        return max(PROVIDER_STOP_LIMIT_MS, provider_stop_ms(self.provider or "") + 10_000)
+
     def _stop_nodes(self, ctx: Ctx, *, fast: bool = False) -> None:
         if not self.provider_touched:
             self._finish(ctx)
             return
-        self._step(ctx, Phase.STOPPING_NODES, PROVIDER_STOP_LIMIT_MS)
+        self._step(ctx, Phase.STOPPING_NODES, self._stop_limit_ms)
         self.record(ctx, "provider_stop", "started", {"provider": self.provider})
         if self._stop_unanswered:
             self._stop_failed(ctx, self._stop_unanswered)

@@ -13,7 +13,7 @@ from common.actors import Ctx
 from common.addresses import Role, short
 from common.config_slices import ProvisionerSlice
 from common.effects import Exit, JobDone, Log, RunJob, SendFailed, StopSignal
-from common.limits import OWNER_GONE_EXIT_MS, provider_start_ms
+from common.limits import OWNER_GONE_EXIT_MS, provider_start_ms, provider_stop_ms
 from common.messages.bus import Admit, Admitted, Revoked
 from common.messages.provision import (
     BootstrapCompleted,
@@ -39,10 +39,12 @@ from services.provisioner.external_provider import NAME as EXTERNAL
 from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
 from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
 
-PREPARE_LIMIT_MS = 60_000  # stopping leftovers of an earlier run may take a while
-STOP_LIMIT_MS = 30_000  # above every grace of a provider on this machine, below the launcher's patience
+PREPARE_LIMIT_MS = 110_000  # stopping leftovers of an earlier run may take a while
 OWNER_GONE_FAST_MS = 8_000  # of the 15 s: time for a graceful stop of a few workers, then the rest at once
 OWNER_GONE_MARGIN_MS = 1_000
+
+CANCELLABLE = frozenset({"vastai"})
+"""Providers whose start takes minutes and can be given up."""
 
 _OWNER_FAST = "owner:fast"
 _OWNER_EXIT = "owner:exit"
@@ -378,11 +380,19 @@ class ProvisionerActor(ServiceActor):
             if hurry and current is not None:
                 args = {"handle": current[1], "fast": True}
                 ctx.effect(
-                    RunJob("hurry", f"{self._run.epoch}/{current[0]}", args, limit_ms=STOP_LIMIT_MS, pool="stop")
+                    RunJob(
+                        "hurry",
+                        f"{self._run.epoch}/{current[0]}",
+                        args,
+                        limit_ms=provider_stop_ms(self.config.provider),
+                        pool="stop",
+                    )
                 )
         for node in list(self._run.nodes.values()):
             if node.state is NodeState.ADMITTING:
                 self._fail(node, "stopped before it was started", ctx)
+            elif node.state is NodeState.STARTING and self.config.provider in CANCELLABLE:
+                ctx.effect(RunJob("cancel", self._key(node), {"minted": node.minted}, pool="stop"))
         self._pump_stop(ctx)
 
     def _pump_stop(self, ctx: Ctx) -> None:
@@ -398,7 +408,15 @@ class ProvisionerActor(ServiceActor):
             return
         node_id, handle = following
         args = {"handle": handle, "fast": stopping.fast}
-        ctx.effect(RunJob("stop_node", f"{run.epoch}/{node_id}", args, limit_ms=STOP_LIMIT_MS, pool="stop"))
+        ctx.effect(
+            RunJob(
+                "stop_node",
+                f"{run.epoch}/{node_id}",
+                args,
+                limit_ms=provider_stop_ms(self.config.provider),
+                pool="stop",
+            )
+        )
 
     def _node_stopped(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
         run, spec = self._run, node.spec

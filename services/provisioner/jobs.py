@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Surroundings:
     worker_key: bytes
     worker_endpoints: dict[Plane, str]
     make_sink: Callable[[str], NodeSink]
+    door: Mapping[Plane, str] = field(default_factory=dict)
     redact: Callable[[bytes], bytes] = bytes
     add_secret: Callable[[str], None] = lambda _: None
 
@@ -85,26 +86,30 @@ class ProvisionerJobs:
             "stop_node": self.stop_node,
             "hurry": self.hurry,
             "discard": self.discard,
+            "cancel": self.cancel,
         }
 
     # --- jobs -------------------------------------------------------------------------------------------------
     def prepare(self, config: ProvisionerSlice) -> Prepared:
         """Build and check the provider (S1 7.5, 10.5), open the ledger, stop what dead instances left."""
         owner = Owner(fleet_id(self._here.environment), self._instance)
-        inputs = ProviderInputs(config, self._here.environment, self._here.redact, owner)
+        folder = ledger_folder(self._here.environment)
+        here = self._here
+        inputs = ProviderInputs(config, here.environment, here.redact, owner, folder.parent, self._forwards())
+        if config.vastai is not None:
+            here.add_secret(read_secret_file(Path(config.vastai.api_key_file)).decode().strip())
         plugin = make_provider(config.provider, inputs)
         plugin.prepare()
         if config.hf_token_file:
             self._hf_token = read_secret_file(Path(config.hf_token_file)).decode().strip()
             self._here.add_secret(self._hf_token)
-        folder = ledger_folder(self._here.environment)
         with self._lock:
             if self._ledger is None:
                 self._ledger = Ledger(folder, self._instance)
             # A provider that still has workers of ours keeps them: another instance would not know them.
             if self._plugin is None or self._config != config:
                 self._plugin, self._config = plugin, config
-        done = reconcile_all(folder, self._here.environment)
+        done = reconcile_all(folder, self._here.environment, config)
         return Prepared(done.stopped, tuple(done.problems))
 
     def mint(self, spec: NodeProvisionSpec, run: bytes, orchestrator: bytes, orchestrator_node: bytes) -> Minted:
@@ -197,6 +202,12 @@ class ProvisionerJobs:
         """A stop is under way elsewhere and shall end at once."""
         self._parts()[0].stop_node(handle, fast)
 
+    def cancel(self, minted: Minted) -> None:
+        """A start under way shall end as soon as it can (a rented machine may take minutes to come up)."""
+        cancel = getattr(self._parts()[0], "cancel_start", None)
+        if cancel is not None:
+            cancel(minted.handle_id)
+
     def discard(self, minted: Minted) -> None:
         """A start that failed or that nobody waits for: whatever there is of it goes, now or when the start ends."""
         with self._lock:
@@ -217,6 +228,17 @@ class ProvisionerJobs:
         with self._lock:
             if self._ledger is not None:
                 self._ledger.close()
+
+    def _forwards(self) -> tuple[tuple[int, str], ...]:
+        """For tunnels: what a worker dials on its own loopback, and where that leads to here."""
+        return tuple(
+            (
+                int(dialled.rpartition(":")[2]),
+                self._here.door[plane].removeprefix("tcp://").replace("0.0.0.0", "127.0.0.1"),
+            )
+            for plane, dialled in self._here.worker_endpoints.items()
+            if plane in self._here.door
+        )
 
     # --- parts ------------------------------------------------------------------------------------------------
     def _parts(self) -> tuple[ProvisionPlugin, Ledger, ProvisionerSlice]:
@@ -269,13 +291,15 @@ class ProvisionerJobs:
             path.parent.rmdir()
 
 
-def reconcile_all(folder: Path, environment: Mapping[str, str]) -> Reconciled:
-    """Reconcile with whatever providers the entries name."""
+def reconcile_all(folder: Path, environment: Mapping[str, str], config: ProvisionerSlice | None = None) -> Reconciled:
+    """Reconcile with whatever providers the entries name; config: this run's, for entries of the same provider."""
     made: dict[str, ProvisionPlugin] = {}
 
     def stop(left: LeftBehind) -> bool:
         if left.provider not in made:
-            inputs = ProviderInputs(ProvisionerSlice(provider=left.provider), environment)
+            own = config is not None and config.provider == left.provider
+            chosen = config if own and config is not None else ProvisionerSlice(provider=left.provider)
+            inputs = ProviderInputs(chosen, environment, state=folder.parent)
             made[left.provider] = make_provider(left.provider, inputs)
         return made[left.provider].stop_left_behind(left)
 

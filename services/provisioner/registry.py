@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common.config_slices import ProvisionerSlice
 from services.provisioner.external_provider import ExternalProvider
@@ -14,12 +15,15 @@ from services.provisioner.process_provider import ProcessProvider
 @dataclass(frozen=True, slots=True)
 class ProviderInputs:
     """What a provider is made from. environment: of this process; redact: removes every secret known here;
-    owner: what a provider marks as ours, "" for looking at leftovers only."""
+    owner: what a provider marks as ours, "" for looking at leftovers only; state: a private folder that lasts;
+    forwards: (port that a worker dials on its loopback, host:port here), for tunnels."""
 
     config: ProvisionerSlice
     environment: Mapping[str, str]
     redact: Callable[[bytes], bytes] = bytes
     owner: Owner = field(default_factory=Owner)
+    state: Path = Path()
+    forwards: tuple[tuple[int, str], ...] = ()
 
 
 def _docker(inputs: ProviderInputs) -> ProvisionPlugin:
@@ -32,9 +36,20 @@ def _docker(inputs: ProviderInputs) -> ProvisionPlugin:
     )
 
 
+def _vastai(inputs: ProviderInputs) -> ProvisionPlugin:
+    # Imported on use: httpx costs a tenth of a second.
+    from services.provisioner.vastai_provider import VastAiProvider
+
+    config, forwards = inputs.config, list(inputs.forwards)
+    return VastAiProvider(
+        config.vastai, config.image, inputs.owner, forwards, inputs.state, inputs.environment, inputs.redact
+    )
+
+
 _PROVIDERS: dict[str, Callable[[ProviderInputs], ProvisionPlugin]] = {
     "process": lambda inputs: ProcessProvider(inputs.config.worker_bin, inputs.environment, inputs.redact),
     "docker": _docker,
+    "vastai": _vastai,
     "external": lambda _: ExternalProvider(),
 }
 

@@ -24,9 +24,13 @@ def build(host: Host) -> None:
     def make_sink(handle_id: str) -> NodeSink:
         return NodeSink(handle_id, host.call_soon, lambda event: host.deliver(address, event))
 
+    known: list[str] = []
+
     def add_secret(secret: str) -> None:
-        # The one secret of this process: HF_TOKEN. Replaced, not changed, because job and loop threads read it.
-        host.redactor = Redactor([secret])
+        # HF_TOKEN and the provider's key. Replaced, not changed, because job and loop threads read it.
+        if secret and secret not in known:
+            known.append(secret)
+            host.redactor = Redactor(known)
 
     here = Surroundings(
         environment=dict(os.environ),
@@ -34,6 +38,7 @@ def build(host: Host) -> None:
         worker_key=bus_file.worker_key,
         worker_endpoints=bus_file.worker_endpoints,
         make_sink=make_sink,
+        door=bus_file.door,
         redact=lambda data: host.redactor.redact(data),
         add_secret=add_secret,
     )

@@ -1,0 +1,394 @@
+"""Provider `vastai`: the worker runs on a rented GPU (S1 7.3, 7.5; S2 7.1; providers.md A; rust-swactor.md 8.3).
+
+Money decides the order: label and ledger before the paid call, the call never repeated blindly, every way out ends in a
+destruction that only a successful list proves. What is not proven stays in the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.config_slices import VastAiSlice
+from common.messages.provision import NodeProvisionSpec
+from common.security import read_secret_file
+from services.provisioner import vastai_offers as offers
+from services.provisioner import vastai_scripts as scripts
+from services.provisioner.plugin import (
+    Failed,
+    LeftBehind,
+    MayBeLeft,
+    Owner,
+    PluginNodeHandle,
+    ProviderError,
+    ProviderLine,
+    Sink,
+)
+from services.provisioner.process_provider import NEVER_PASSED
+from services.provisioner.vastai_api import Cancelled, VastClient, VastError
+from services.provisioner.vastai_ssh import Machine, Session
+
+NAME = "vastai"
+ATTEMPTS = 3
+START_S = 840  # below the provisioner's own limit, so that it is we who clean up
+GONE_READS = 2  # a row may lag behind its creation
+FIND_READS = 4
+DESTROY_S = 90
+NO_OFFER = "vast.ai has no machine within the limits of [vastai]; relax them or try later"
+UNKNOWN_S = 120  # no heartbeat of the machine for so long while it starts
+FORWARD_NAMES = ("control", "prompt", "edge", "stream")
+
+
+@dataclass(slots=True)
+class Rented:
+    """One instance of ours."""
+
+    instance: int
+    label: str
+    price: float
+    since: float = field(default_factory=time.monotonic)
+    session: Session | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class VastAiProvider:
+    """One per provisioner. forwards: (port on the machine, host:port here); state: for locks and known hosts."""
+
+    name = NAME
+
+    def __init__(
+        self,
+        config: VastAiSlice | None,
+        image: str,
+        owner: Owner,
+        forwards: list[tuple[int, str]],
+        state: Path,
+        environment: Mapping[str, str],
+        redact: Callable[[bytes], bytes] = bytes,
+        pace: float = 1.0,
+    ) -> None:
+        self._config, self._image, self._owner, self._forwards = config, image, owner, forwards
+        self._state, self._environment, self._redact, self._pace = state, dict(environment), redact, pace
+        self._lock = threading.Lock()
+        self._rented: dict[str, Rented] = {}
+        self._cancelled: set[str] = set()
+        self._excluded: set[int] = set()
+        self._client: VastClient | None = None
+
+    # --- preparation (S1 7.3) -------------------------------------------------------------------------------------
+    @property
+    def client(self) -> VastClient:
+        """Raises ProviderError without a key."""
+        if self._client is None:
+            if self._config is not None:
+                key = read_secret_file(Path(self._config.api_key_file)).decode().strip()
+            else:
+                key = self._environment.get("VASTAI_API_KEY", "")
+            if not key:
+                raise ProviderError("it is rented at vast.ai and there is no key to ask with: set VASTAI_API_KEY")
+            self._client = VastClient(key, self._environment, self._pace)
+        return self._client
+
+    @property
+    def config(self) -> VastAiSlice:
+        """Raises ProviderError where there is none (for leftovers only)."""
+        if self._config is None:
+            raise ProviderError("provider vastai has no configuration")
+        return self._config
+
+    def prepare(self) -> None:
+        """The key is right, renting is wanted, and the account knows the ssh identity."""
+        if not self.config.confirm_lease:
+            raise ProviderError("nothing is rented: set [vastai] confirm_lease = true to agree to the costs")
+        self.client.user()
+        wanted = self.config.ssh_public_key
+        if not wanted:
+            raise ProviderError("the ssh identity was not prepared")
+        if not self._registered(wanted):
+            self.client.add_ssh_key(wanted)
+            if not self._registered(wanted):
+                raise ProviderError("vast.ai does not keep the ssh key; add it at https://cloud.vast.ai/manage-keys/")
+
+    def _registered(self, wanted: str) -> bool:
+        for row in self.client.ssh_keys():
+            known = str(row.get("public_key") or row.get("key") or "").split()
+            if known[:2] == wanted.split()[:2] and not row.get("deleted_at"):
+                return True
+        return False
+
+    # --- start ----------------------------------------------------------------------------------------------------
+    def start_node(self, handle_id: str, spec: NodeProvisionSpec, launch_file: Path, sink: Sink) -> PluginNodeHandle:
+        """Rent, wait, deploy; up to three machines. On an error nothing is rented, or the error is MayBeLeft."""
+        until = time.monotonic() + START_S
+        failures: list[str] = []
+
+        def say(text: str) -> None:
+            sink(ProviderLine(text))
+
+        for _ in range(ATTEMPTS):
+            rented: Rented | None = None
+            try:
+                rented, offer = self._rent(handle_id, spec, say)
+                machine = self._await_machine(rented, offer, handle_id, until, launch_file, say)
+                session = Session(machine, self._forwards, sink, self._redact)
+                with self._lock:
+                    rented.session = session
+                    self._rented[handle_id] = rented
+                session.start()
+                threading.Thread(
+                    target=self._watch, args=(rented,), name=f"vast-{rented.instance}", daemon=True
+                ).start()
+                facts: dict[str, str | int] = {"instance": rented.instance, "label": rented.label}
+                facts["price"] = f"{rented.price:.4f}"
+                return PluginNodeHandle(handle_id, None, facts)
+            except MayBeLeft:
+                raise
+            except Exception as error:
+                failures.append(str(error))
+                say(f"attempt {len(failures)} failed: {error}")
+                self._give_back(handle_id, rented, error)
+                if isinstance(error, Cancelled) or time.monotonic() > until or _hopeless(error):
+                    break
+        if len(failures) == 1:
+            raise ProviderError(failures[0])
+        last = failures[-1]
+        if last == NO_OFFER:
+            last = f"{failures[-2]}, and no other machine is within the limits of [vastai]"
+        raise ProviderError(f"{last} (after {len(failures)} attempts)")
+
+    def cancel_start(self, handle_id: str) -> None:
+        """A start under way ends as soon as it can; what it rented is destroyed."""
+        with self._lock:
+            self._cancelled.add(handle_id)
+
+    def _give_back(self, handle_id: str, rented: Rented | None, error: Exception) -> None:
+        if rented is None:
+            return
+        try:
+            self._destroy(rented.instance, rented.label)
+        except ProviderError as second:
+            raise MayBeLeft(f"{error}; {second}") from None
+
+    def _rent(
+        self, handle_id: str, spec: NodeProvisionSpec, say: Callable[[str], None]
+    ) -> tuple[Rented, dict[str, Any]]:
+        config, client = self.config, self.client
+        label = offers.label(self._owner.fleet, handle_id)
+
+        def cancelled() -> bool:
+            with self._lock:
+                return handle_id in self._cancelled
+
+        own = read_secret_file(Path(config.onstart_file)).decode() if config.onstart_file else ""
+        onstart = scripts.onstart(own, client.base, config.max_hours)
+        if len(onstart) > scripts.ONSTART_CHARS_MAX:
+            raise ProviderError("[vastai] onstart is too long: vast.ai takes 4096 characters, of which 1500 are ours")
+        body = {
+            "client_id": "me",
+            "image": spec.image or self._image,
+            "disk": config.disk_gb,
+            "label": label,
+            "runtype": "ssh_direc ssh_proxy",
+            "env": {name: value for name, value in spec.env.items() if name not in NEVER_PASSED},
+            "onstart": onstart,
+            "cancel_unavail": True,
+            "price": None,
+        }
+        # The same offer is sold twice to two who ask at once, and one of them never starts (A3).
+        with self._account(cancelled):
+            found = offers.choose(client.search(offers.filters(config), cancelled), config, self._excluded)
+            if not found:
+                raise NoOffer(NO_OFFER)
+            for offer in found[:10]:
+                if cancelled():
+                    raise Cancelled("the start was cancelled")
+                price = float(offer["dph_total"])
+                try:
+                    instance = client.create(int(offer["id"]), body)
+                except VastError as error:
+                    if error.contract is not None:
+                        self._destroy(error.contract, label)
+                    if error.kind == "gone" or error.contract is not None:
+                        continue
+                    if error.kind == "rate":
+                        client.sleep(12 * self._pace, cancelled)
+                        continue
+                    if error.kind != "unknown":
+                        raise
+                    instance = self._find(label, error)
+                say(f"rented instance {instance} (machine {offer.get('machine_id')}) for ${price:.3f} an hour")
+                return Rented(instance, label, price), offer
+        raise ProviderError("vast.ai sold every machine within the limits to somebody else; try again")
+
+    def _find(self, label: str, error: VastError) -> int:
+        """Nobody knows whether the rental was carried out: the list does, after a while."""
+        try:
+            for _ in range(FIND_READS):
+                time.sleep(3 * self._pace)
+                for row in self.client.list_all():
+                    if row.get("label") == label and isinstance(row.get("id"), int):
+                        return int(row["id"])
+        except VastError as second:
+            raise MayBeLeft(f"{error}, and what was rented cannot be listed: {second}") from None
+        # It may still come: whoever starts next looks again.
+        raise MayBeLeft(f"{error}; no instance with its label is listed yet")
+
+    @contextlib.contextmanager
+    def _account(self, cancelled: Callable[[], bool]) -> Iterator[None]:
+        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self._state / "vastai.lock").open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self.client.sleep(0.5, cancelled)
+            yield
+
+    def _await_machine(
+        self,
+        rented: Rented,
+        offer: Mapping[str, Any],
+        handle_id: str,
+        until: float,
+        launch_file: Path,
+        say: Callable[[str], None],
+    ) -> Machine:
+        """Until the worker is deployed. Raises ProviderError as soon as the machine will never serve."""
+        config = self.config
+        bootstrap = read_secret_file(Path(config.bootstrap_command_file)).decode()
+        launch = launch_file.read_bytes()
+        script = scripts.deploy(bootstrap, len(launch), self.client.base)
+        known_hosts = self._state / f"known-hosts-{rented.instance}"
+        missing, silent_since, last = 0, 0.0, ""
+        reason = "its ssh server did not come up"
+        try:
+            while time.monotonic() < until:
+                self.client.sleep(min(config.poll_interval_secs, 10) * self._pace, lambda: handle_id in self._cancelled)
+                row = self.client.show(rented.instance)
+                missing = missing + 1 if row is None else 0
+                if missing >= GONE_READS:
+                    raise BadMachine(f"instance {rented.instance} vanished")
+                if row is None:
+                    continue
+                if costs := offers.overpriced(row, rented.price, config):
+                    raise BadMachine(f"instance {rented.instance} is given back: {costs}")
+                if why := offers.verdict(row):
+                    raise BadMachine(f"instance {rented.instance} will not start: {why}")
+                status = str(row.get("actual_status") or "provisioning")
+                if status != last:
+                    say(f"instance {rented.instance} is {status}")
+                    last = status
+                silent_since = silent_since or time.monotonic() if status == "unknown" else 0.0
+                if silent_since and time.monotonic() - silent_since > UNKNOWN_S * self._pace:
+                    raise BadMachine(f"instance {rented.instance} gives no sign of life")
+                for host, port in offers.endpoints(row) if status == "running" else []:
+                    machine = Machine(config.ssh_user, host, port, config.ssh_identity, known_hosts)
+                    try:
+                        machine.deploy(script, launch)
+                    except ProviderError as error:
+                        reason = str(error)
+                        continue
+                    say(f"instance {rented.instance}: the worker is started over {host}:{port}")
+                    return machine
+            raise BadMachine(f"instance {rented.instance} was not ready in time: {reason}")
+        except BadMachine as error:
+            self._exclude(offer)
+            if words := self.client.logs(rented.instance).strip().splitlines():
+                say(f"the machine's last words: {words[-1][:300]}")
+            raise error
+
+    def _exclude(self, offer: Mapping[str, Any]) -> None:
+        self._excluded |= {int(offer[key]) for key in ("machine_id", "host_id") if isinstance(offer.get(key), int)}
+
+    # --- while it runs --------------------------------------------------------------------------------------------
+    def _watch(self, rented: Rented) -> None:
+        """State and costs. What cannot be read says nothing."""
+        missing = 0
+        session = rented.session
+        assert session is not None
+        while not rented.over.wait(self.config.poll_interval_secs * self._pace):
+            hours = (time.monotonic() - rented.since) / 3600
+            if limit := offers.spent(hours, rented.price, self.config):
+                session.end(Failed(f"{limit}; instance {rented.instance} is given back"))
+                return
+            try:
+                row = self.client.show(rented.instance)
+            except ProviderError:
+                continue
+            missing = missing + 1 if row is None else 0
+            why = f"instance {rented.instance} vanished" if missing >= GONE_READS else ""
+            if row is not None and (bad := offers.verdict(row)):
+                why = f"instance {rented.instance} failed: {bad}"
+            if why:
+                session.end(Failed(why))
+                return
+
+    def complete_bootstrap(self, handle: PluginNodeHandle) -> None:
+        """Nothing: the tunnel is needed on."""
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    def stop_node(self, handle: PluginNodeHandle, fast: bool) -> None:
+        """Its last words, then it is destroyed; returns when a list says so. Raises ProviderError otherwise."""
+        with self._lock:
+            rented = self._rented.get(handle.id)
+        if rented is None:
+            return
+        rented.over.set()
+        if rented.session is not None:
+            if not fast:
+                rented.session.wait(2)
+            rented.session.close()
+        self._destroy(rented.instance, rented.label)
+        with self._lock:
+            self._rented.pop(handle.id, None)
+
+    def _destroy(self, instance: int, label: str, limit_s: float = DESTROY_S) -> None:
+        """Until a successful list does not show it any more."""
+        until = time.monotonic() + limit_s * max(self._pace, 0.1)
+        problem = ""
+        while True:
+            try:
+                self.client.destroy(instance)
+                if all(row.get("id") != instance and row.get("label") != label for row in self.client.list_all()):
+                    (self._state / f"known-hosts-{instance}").unlink(missing_ok=True)
+                    return
+                problem = "it is still listed"
+            except VastError as error:
+                problem = str(error)
+            if time.monotonic() > until:
+                raise ProviderError(
+                    f"instance {instance} may still run and cost money ({problem}); the next start destroys it, or "
+                    "do it at https://cloud.vast.ai/instances/"
+                )
+            time.sleep(2 * self._pace)
+
+    def stop_left_behind(self, left: LeftBehind) -> bool:
+        """By its label, which only this fleet's ledger knows; instances of others are never touched."""
+        suffix = f"-{left.id}"
+        found = [row for row in self.client.list_all() if _ours(str(row.get("label") or ""), suffix)]
+        for row in found:
+            self._destroy(int(row["id"]), str(row["label"]))
+        return bool(found)
+
+
+class BadMachine(ProviderError):
+    """This machine will not do; another may."""
+
+
+class NoOffer(ProviderError):
+    """Nothing can be rented within the limits."""
+
+
+def _ours(label: str, suffix: str) -> bool:
+    return label.startswith(f"{offers.LABEL_PREFIX}-") and label.endswith(suffix)
+
+
+def _hopeless(error: Exception) -> bool:
+    return isinstance(error, NoOffer) or (isinstance(error, VastError) and error.kind in ("auth", "refused"))
