@@ -120,11 +120,13 @@ class StageRole:
         self._controller.handle(MarkWeightsReady(**mine))
 
     def threads(self, asked: int) -> int:
-        """Threads of this stage's kernels: what was asked for; else, where all stages share this machine's cores (their
-        edges do not leave it), its share of them; else 0, all."""
-        edges = self._edges
-        if asked or edges is None:
-            return asked
+        """Threads of this engine's kernels: what was asked for, else OMP_NUM_THREADS; else, where all stages share this
+        machine's cores (their edges do not leave it), its share of them; else 0, all."""
+        edges, limit = self._edges, os.environ.get("OMP_NUM_THREADS", "")
+        if asked or limit.isdecimal():
+            return asked or int(limit)
+        if edges is None:
+            return 0
         endpoint = edges.outbound.consumer_endpoint
         is_local = endpoint is not None and any(address.startswith("ipc://") for address in endpoint.candidates)
         return max(1, len(os.sched_getaffinity(0)) // edges.stage_count) if is_local else 0
