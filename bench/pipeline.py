@@ -1,8 +1,8 @@
 """One model over several workers: what the pipeline costs on one host, one thread per worker (issue 4).
 
 Each number of stages is one whole run of mvp-orchestrator with process workers and the real model. Greedy text must be
-that of one stage for every prompt. Decode is tokens a second between the first and the last token of an answer. Delays between network namespaces are not
-measured here: they need privileges that a test machine may not give.
+that of one stage for every prompt. Decode is tokens a second between the first and the last token of an answer. Delays
+between network namespaces are not measured here: they need privileges that a test machine may not give.
 """
 
 from __future__ import annotations
