@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.prompt_gateway.wire import DoneLine
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, model_file
 from tools.fetch_model import fetch_default
 from tools.prompt_client import PromptClient
 
@@ -78,7 +78,7 @@ def measure(stages: int, rounds: int) -> dict[str, object]:
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """The bench."""
-    fetch_default()
+    fetch_default(model_file().parent)
     counts = [int(word) for word in arguments.stages.split(",")]
     found = {count: measure(count, arguments.rounds) for count in counts}
     figures: dict[str, object] = {
