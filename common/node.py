@@ -59,7 +59,7 @@ LEARNED_ADDRESSES_MAX = 4096  # reply addresses without a route; the oldest is f
 SETTLE_ROUNDS_MAX = 100  # actors that answer each other's failures for ever must not stop the pump
 HEADER_BYTES_MAX = 512  # what an envelope adds to its body
 PLANES: tuple[Plane, ...] = (Plane.CONTROL, Plane.PROMPT, Plane.EDGE, Plane.STREAM)
-"""The planes that a node without edges dials; engines and gateways add EDGE with the pipeline."""
+"""The planes that every node dials; EDGE carries what engines and gateway cannot send directly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,20 @@ def test_a_prompt_that_does_not_fit_is_a_fault_and_nothing_else(two: Stack) -> N
     assert two.ask("Hi", max_tokens=2).tokens_generated == 2
 
 
+@pytest.mark.parametrize("part", ["engine", "agent"])
+def test_a_short_freeze_heals(two: Stack, part: str) -> None:
+    """Two seconds without a stage, in the middle of an answer: the text is the same."""
+    expected = two.ask(LONG, max_tokens=40).final_text
+    asker = Asker(two.addr(), LONG, max_tokens=40)
+    asker.wait_text()
+    pid = parts(two, part)[1]
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(pid, signal.SIGCONT)
+    wait_for("the end", lambda: asker.lines and asker.lines[-1]["type"] != "text_delta", 60)
+    assert (asker.lines[-1]["type"], asker.lines[-1]["final_text"]) == ("done", expected)
+
+
 @pytest.mark.spec("S1 6.5", "S1 6.4", "S1 9.16")
 def test_the_teardown_is_performed_and_acknowledged(two: Stack) -> None:
     """Last of this stack: StopRun, edges closed, weights released, role reset, StageStopped; the FSM is torn down."""
@@ -118,6 +132,19 @@ def test_the_teardown_is_performed_and_acknowledged(two: Stack) -> None:
 def test_three_stages_say_what_one_worker_says(one_worker: list[tuple[str, int, int, str]]) -> None:
     with Stack(args=("--pipeline-stages", "3")) as stack:
         assert answers(stack) == one_worker
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
+RELAY = '[relay]\nmode = "default"\n[pipeline]\nedges = "relay"\n'
+
+
+def test_edges_over_the_relay_say_the_same(one_worker: list[tuple[str, int, int, str]]) -> None:
+    """No direct connection at all: the stream messages cross the relay's and the router's edge plane."""
+    with Stack(args=("--pipeline-stages", "2"), config=RELAY) as stack:
+        assert answers(stack) == one_worker
+        paths = [r.body["detail"]["path"] for r in stack.archive.records() if r.step == ("edge", "ready")]
+        assert sorted(path for path in paths if path) == ["relay", "relay"], paths
         stack.say("stop\n")
         stack.assert_stopped("stdin")
 
