@@ -154,8 +154,11 @@ def test_help_and_version_say_what_this_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"endpoints": {"control": "ipc:///x"}}, "names no endpoint for the planes prompt, stream"),
-        ({"endpoints": dict.fromkeys(("control", "prompt", "stream"), "tcp://nowhere")}, "is no tcp or ipc address"),
+        ({"endpoints": {"control": "ipc:///x"}}, "names no endpoint for the planes prompt, edge, stream"),
+        (
+            {"endpoints": dict.fromkeys(("control", "prompt", "edge", "stream"), "tcp://nowhere")},
+            "is no tcp or ipc address",
+        ),
         ({"profile": "moon"}, "profile is 'moon', known are lan, wan"),
     ],
 )
@@ -166,7 +169,7 @@ def test_a_launch_file_that_does_not_fit_is_one_sentence(
         "run_id": 1,
         "run": "00" * 16,
         "node_id": 1,
-        "endpoints": dict.fromkeys(("control", "prompt", "stream"), "ipc:///tmp/x"),
+        "endpoints": dict.fromkeys(("control", "prompt", "edge", "stream"), "ipc:///tmp/x"),
         "broker_public_key": "00" * 32,
         "public_key": "00" * 32,
         "secret_key": "00" * 32,
