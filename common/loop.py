@@ -95,7 +95,8 @@ class Loop:
         """Run `call` in the loop's thread; from any thread."""
         with self._calls_lock:
             self._calls.append(call)
-        os.eventfd_write(self._wake_fd, 1)
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _run_calls(self) -> None:
         os.eventfd_read(self._wake_fd)
@@ -152,4 +153,7 @@ class Loop:
         for executor in self._pools.values():
             executor.shutdown(wait=False, cancel_futures=True)
         self._epoll.close()
-        os.close(self._wake_fd)
+        with self._calls_lock:
+            # A reader thread may still call: the number could belong to somebody else by then.
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
