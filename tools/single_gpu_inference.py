@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -16,11 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.messages.inference import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, PROMPT_CHARS_MAX, InferenceRequest
+from common.messages.inference import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TEMPERATURE,
+    PROMPT_BYTES_MAX,
+    PROMPT_CHARS_MAX,
+    InferenceRequest,
+)
 from worker.gpu_node.limits import ANSWER_LIMIT_MS
 
 PROGRAM = "single-gpu-inference"
-DEFAULT_IMAGE = "swactor-mvp-node:latest"
 CONFIG_KEYS: dict[str, type] = {
     "gpu": str,
     "max_dph": float,
@@ -63,7 +69,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     rent.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options; see config/")
     rent.add_argument("--gpu", default="", metavar="NAME", help="only this GPU, as RTX_4090")
     rent.add_argument("--max-dph", type=float, default=0.5, metavar="USD", help="the most that it may cost an hour")
-    rent.add_argument("--image", default=DEFAULT_IMAGE, metavar="IMAGE", help="the container image with gpu-node")
+    rent.add_argument("--image", default="", metavar="IMAGE", help="a registry's image with gpu-node; required")
     rent.add_argument("--model", default="", metavar="MODEL", help="a file in the image, or hf://OWNER/REPOSITORY/FILE")
     rent.add_argument("--disk-gb", type=int, default=20, metavar="GB", help="image and model have to fit")
     rent.add_argument("--ssh-identity", type=Path, metavar="FILE", help="a private key that the account knows")
@@ -85,8 +91,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
     arguments.prompt = arguments.prompt.encode("utf-8", "replace").decode()
-    if not arguments.prompt.strip() or len(arguments.prompt) > PROMPT_CHARS_MAX:
-        parser.error(f"the prompt must have 1 to {PROMPT_CHARS_MAX} characters")
+    size = len(arguments.prompt.encode())
+    if not arguments.prompt.strip() or len(arguments.prompt) > PROMPT_CHARS_MAX or size > PROMPT_BYTES_MAX:
+        parser.error(f"the prompt must have 1 to {PROMPT_CHARS_MAX} characters, at most {PROMPT_BYTES_MAX} bytes")
     return arguments
 
 
@@ -124,8 +131,9 @@ def parse_seed(text: str) -> tuple[str, str, int]:
 
 
 def note(text: str) -> None:
-    """Progress, for people."""
-    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    """Progress, for people; the terminal may be gone."""
+    with contextlib.suppress(OSError):
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
 def ask_local(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -104,6 +104,8 @@ class Call:
                 if not self._said_not_ready:
                     self._said_not_ready = True
                     self.notes.append("the worker is still loading; asking again every 2 s")
+            case SendFailed(message=InferenceRequest(), reason="refused" | "unsupported"):
+                self._end(Outcome.FAULT, "gpu-node does not take this request: too large, or from another version")
             case SendFailed(message=InferenceRequest()):
                 self._again(now_ms)
                 self.notes.append(f"the request was not delivered ({message.reason}); asking again")

@@ -166,15 +166,13 @@ class Rental:
                     f"attempt {attempt}: offer {offer.id}, {offer.gpu_name} in {offer.place}, ${offer.dph:.3f} an hour"
                 )
 
-                result = self._attempt(offer, label)
+                result = self._attempt(offer, label, answer)
             except _Again as again:
                 self._note(again.reason)
                 continue
             except NoOffer as error:
                 self._note(str(error))
                 return 1
-            if result.outcome is Outcome.ANSWERED:
-                answer(result.text)
             status = 0 if result.outcome is Outcome.ANSWERED and not self.left else 1
             if result.outcome is not Outcome.ANSWERED:
                 self._note(result.text)
@@ -183,7 +181,7 @@ class Rental:
         return 1
 
     # --- one attempt ------------------------------------------------------------------------------------------
-    def _attempt(self, offer: Offer, label: str) -> Result:
+    def _attempt(self, offer: Offer, label: str, answer: Callable[[str], None]) -> Result:
         node = self._shell.admit()
         contract, sure = 0, True
         try:
@@ -196,6 +194,8 @@ class Rental:
             self._book.rented(label, contract)
             instance = self._wait_for_running(contract)
             result = self._shell.converse(node, instance, self._limits)
+            if result.outcome is Outcome.ANSWERED:
+                answer(result.text)
             if result.outcome in (Outcome.NOT_JOINED, Outcome.NODE_GONE):
                 self._show_logs(contract, CONVERGE_LOG_LINES)
                 raise _Again(result.text)

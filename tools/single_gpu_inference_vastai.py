@@ -5,9 +5,11 @@ agrees to before money is spent (S2 1 to 7; design.md 6 rows 20, 38).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from common.messages.inference import InferenceRequest
 from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, ledger_folder, reconcile
 from services.provisioner.plugin import LeftBehind
 from tools.single_gpu_inference_call import Call, Limits, Result
-from tools.single_gpu_inference_client import converse, drain, reply_inbox
+from tools.single_gpu_inference_client import Interrupted, converse, reply_inbox
 from tools.single_gpu_inference_rent import Instance, Landlord, Rental, RentError, give_back
 from tools.single_gpu_inference_rest import BASE_URL, VastAi, Wanted
 from tools.single_gpu_inference_tunnel import NODE_KEY_FILE, Ports, Tunnel
@@ -100,6 +102,7 @@ class ClientShell:
     ) -> None:
         self._end, self._ports, self._make_request, self._note = end, ports, make_request, note
         self._identity, self._environ = identity, dict(environ)
+        self._stopped = ""
 
     def call(self, work: Callable[[], T], *, last: bool = False) -> T:
         """On a thread; the loop turns."""
@@ -112,6 +115,7 @@ class ClientShell:
                 outcome.append((None, error))
 
         self._end.host.loop.run_job("stop" if last else "start", guarded, {}, lambda _result, _error: None)
+        self._look(last)
         while not outcome:
             self._end.host.turn()
             self._look(last)
@@ -125,10 +129,14 @@ class ClientShell:
         self._end.turn_until(lambda: self._look(last), ms)
 
     def _look(self, last: bool) -> None:
-        if not last:
-            drain(self._end)
-        elif any(isinstance(message, StopSignal) for _, message in self._end.inbox.drain()):
-            self._note("giving the instance back first; it costs money until that is done")
+        """A signal during what must be done to its end is remembered for what comes after."""
+        for _, message in self._end.inbox.drain():
+            if isinstance(message, StopSignal):
+                self._stopped = message.name
+                if last:
+                    self._note("stopping as soon as it is clear that nothing is left that costs money")
+        if self._stopped and not last:
+            raise Interrupted(self._stopped)
 
     def admit(self) -> KeyPair:
         """The node's key: minted here, let in at our broker, sent over ssh."""
@@ -142,6 +150,7 @@ class ClientShell:
 
     def converse(self, node: KeyPair, instance: Instance, limits: Limits) -> Result:
         """Tunnel, key, membership, name, question."""
+        self._look(last=False)
         if not instance.ssh:
             raise RentError("vast.ai names no ssh address for the instance")
         key_file = self._environ.get("NODE_KEY_FILE", NODE_KEY_FILE)
@@ -193,6 +202,12 @@ def agree(arguments: argparse.Namespace, note: Callable[[str], None]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
+def say(text: str) -> None:
+    """The answer; who does not want to read it any more does not keep us from giving the instance back."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def rent_and_ask(
     arguments: argparse.Namespace, make_request: RequestMaker, environ: Mapping[str, str], note: Callable[[str], None]
 ) -> int:
@@ -200,6 +215,10 @@ def rent_and_ask(
     api_key = environ.get("VASTAI_API_KEY", "")
     if not api_key:
         raise RentError("no API key: put it into the variable VASTAI_API_KEY (or say --seed to ask a running gpu-node)")
+    if "/" not in arguments.image:
+        raise RentError(
+            "no image: say --image REGISTRY/NAME, from where the rented machine can pull worker/gpu_node/Dockerfile"
+        )
     if shutil.which("ssh") is None:
         raise RentError("there is no ssh on this machine; install it (Debian: apt-get install openssh-client)")
     if arguments.ssh_identity is not None and not arguments.ssh_identity.expanduser().is_file():
@@ -226,7 +245,8 @@ def rent_and_ask(
         settle_earlier(folder, shell, landlord, note)
         limits = Limits(answer_ms=arguments.limit_s * 1000)
         rental = Rental(shell, landlord, book, f"sgi-{instance}", max_dph=arguments.max_dph, note=note, limits=limits)
-        return rental.run(lambda text: print(text, flush=True))
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # a closed terminal, too
+        return rental.run(say)
     finally:
         if book is not None:
             book.close()

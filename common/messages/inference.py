@@ -14,6 +14,7 @@ from common.addresses import U32, U64, ActorAddress, Plane, Role
 from common.codec import Message
 
 PROMPT_CHARS_MAX = 1_000_000  # far above any context window here; the whole request stays within one envelope
+PROMPT_BYTES_MAX = 3 * 1024 * 1024  # an envelope holds 4 MiB
 DEFAULT_MAX_TOKENS = 64
 DEFAULT_TEMPERATURE = 0.7
 

@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.single_gpu_vast import KEY, Vast
 
 ECHO = Path(__file__).resolve().parents[1] / "unit" / "gpu_node" / "echo_worker.py"
+IMAGE = "registry.example.org/me/gpu-node"
 CLIENT = [sys.executable, "-P", "-m", "tools.single_gpu_inference"]
 
 pytestmark = pytest.mark.skipif(
@@ -37,8 +38,9 @@ class Renter:
         }
 
     def start(self, prompt: str, *options: str) -> subprocess.Popen[str]:
-        command = [*CLIENT, "--ssh-identity", str(self.vast.identity), "--yes", "--prompt", prompt, *options]
-        return subprocess.Popen(command, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [*CLIENT, "--ssh-identity", str(self.vast.identity), "--image", IMAGE, "--yes", "--prompt", prompt]
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*command, *options], env=self.environ, stdout=pipe, stderr=pipe, text=True)
 
     def ask(self, prompt: str, *options: str, limit_s: float = 120) -> tuple[int, str, str]:
         process = self.start(prompt, *options)
@@ -70,7 +72,11 @@ def test_from_nothing_to_an_answer_and_everything_is_given_back(renter: Renter) 
     assert (status, out) == (0, "hello 7 0.0\n"), said
     assert renter.vast.deleted == [1001] and not renter.vast.instances and not renter.ledgers()
     (body,) = renter.vast.created
-    assert body["onstart"] == "exec /usr/local/bin/gpu-node 2>&1" and body["env"]["GPU_NODE_MODEL"] == "hf://o/r/f.gguf"
+    assert (
+        body["image"] == IMAGE
+        and body["onstart"] == "exec /usr/local/bin/gpu-node 2>&1"
+        and body["env"]["GPU_NODE_MODEL"] == "hf://o/r/f.gguf"
+    )
     assert len(body["env"]["SEED_ADDR"]) == 64 and body["env"]["SEED_RELAY"].startswith("tcp://127.0.0.1:")
     assert "at most 60 minutes, $0.50" in said and "instance 1001 is destroyed" in said
     assert KEY not in said and "secret" not in str(body)
@@ -127,8 +133,11 @@ def test_what_a_killed_client_left_the_next_start_destroys_first(renter: Renter)
 def test_nothing_for_rent_and_nobody_agreed(renter: Renter) -> None:
     status, _, said = renter.ask("x", "--max-dph", "0.05")
     assert status == 1 and "no GPU is for rent at $0.05 an hour or less" in said and not renter.vast.created
-    command = [*CLIENT, "--prompt", "x"]
+    command = [*CLIENT, "--prompt", "x", "--image", IMAGE]
     done = subprocess.run(
         command, env=renter.environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 1 and "say --yes to agree" in done.stderr and not renter.vast.created
+    for options in (("--image", "gpu-node:latest"), ("--ssh-identity", "/nowhere")):
+        status, out, said = renter.ask("x", *options)
+        assert (status, out) == (1, "") and said.count("\n") == 1 and not renter.vast.created

@@ -125,7 +125,7 @@ class InferenceActor(Actor):
                 "max_tokens": request.max_tokens,
                 "temperature": request.temperature,
             }
-            ctx.send(self.process_addr, WriteStdin(json.dumps(line).encode() + b"\n"))
+            ctx.send(self.process_addr, WriteStdin(json.dumps(line, ensure_ascii=False).encode() + b"\n"))
 
     @staticmethod
     def _same(one: PendingReply, other: PendingReply) -> bool:

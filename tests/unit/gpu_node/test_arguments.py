@@ -33,7 +33,7 @@ def test_the_example_configuration_is_read_and_the_command_line_counts_more(tmp_
     path.write_text("[single_gpu_inference]\n" + whole)
     assert all(f"\n{key} = " in path.read_text() for key in CONFIG_KEYS)
     everything, defaults = _arguments(["--prompt", "x", "--config", str(path)]), _arguments(["--prompt", "x"])
-    for key in ("image", "disk_gb", "max_tokens", "temperature", "limit_s", "max_dph"):
+    for key in ("disk_gb", "max_tokens", "temperature", "limit_s", "max_dph"):
         assert getattr(everything, key) == getattr(defaults, key), key
 
 

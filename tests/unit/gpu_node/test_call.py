@@ -152,3 +152,9 @@ def test_a_request_that_was_not_delivered_is_sent_again() -> None:
     play = Play().asking()
     assert play.step(READY, SendFailed(BRIDGE, REQUEST, "link_down")) == []
     assert play.wait(READY, 2000) == [BRIDGE]
+
+
+def test_a_request_that_is_refused_is_not_sent_for_five_minutes() -> None:
+    play = Play().asking()
+    play.step(READY, SendFailed(BRIDGE, REQUEST, "refused"))
+    assert play.outcome is Outcome.FAULT

@@ -58,6 +58,13 @@ def test_a_request_gets_its_reply(cluster: Cluster, prompt: str, answer: str) ->
     assert cluster.heard(client) == [InferenceResponse(request_id=3, text=answer)]
 
 
+def test_a_very_long_prompt_goes_there_and_back(cluster: Cluster) -> None:
+    client, long = cluster.client(), 'aé\n"' * 100_000
+    cluster.ready()
+    cluster.ask(client, 1, long)
+    assert cluster.heard(client) == [InferenceResponse(request_id=1, text=f"{long} 64 0.0")]
+
+
 @pytest.mark.spec("S2 4.3")
 def test_overlapping_requests_of_two_clients(cluster: Cluster) -> None:
     one, two = cluster.client(0), cluster.client(1)

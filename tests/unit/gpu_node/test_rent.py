@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from common.bus import mint_keypair
 from tools.single_gpu_inference_call import Limits, Outcome, Result
-from tools.single_gpu_inference_client import Interrupted
+from tools.single_gpu_inference_client import Interrupted, reply_inbox
 from tools.single_gpu_inference_rent import (
     CreateFailed,
     Instance,
@@ -18,6 +23,9 @@ from tools.single_gpu_inference_rent import (
     RentError,
     give_back,
 )
+from tools.single_gpu_inference_tunnel import Ports
+from tools.single_gpu_inference_vastai import ClientShell
+from worker.gpu_node.ends import broker_end, free_ports
 from worker.gpu_node.limits import RUNNING_POLL_MS, RUNNING_POLLS_MAX
 
 RUNNING = Instance("running", ssh=(("h", 22),))
@@ -46,6 +54,7 @@ class World:
         self.now_ms = 0
         self.admitted: set[int] = set()
         self._next, self._poll = 100, 0
+        self.answered_first: list[str] = []
         self.rental = Rental(self, self, self, "sgi", max_dph=0.35, note=self.notes.append)
 
     def run(self) -> int:
@@ -87,6 +96,7 @@ class World:
         return "\n".join(f"line {number}" for number in range(100))
 
     def destroy(self, contract: int) -> None:
+        self.answered_first = self.answers[:]
         self.done.append(f"destroy {contract}")
         if self.destroy_errors:
             self.destroy_errors -= 1
@@ -154,6 +164,7 @@ class World:
 def test_find_create_poll_ask_destroy() -> None:
     world = World()
     assert world.run() == 0 and world.answers == ["Paris"] and world.settled_all()
+    assert world.answered_first == ["Paris"], "nobody waits for the landlord"
     assert world.done == ["find", "create 1", "poll", "poll", "poll", "converse", "destroy 101"]
     assert world.now_ms == 2 * RUNNING_POLL_MS
 
@@ -313,3 +324,26 @@ def test_an_error_anywhere_still_destroys(error: Exception) -> None:
     with pytest.raises(type(error)):
         world.run()
     assert world.settled_all()
+
+
+@pytest.mark.spec("S2 7.5.1")
+def test_a_signal_while_something_must_be_done_to_its_end_counts_afterwards() -> None:
+    """Ctrl-C during the paid call: the call is waited for, nothing further is begun."""
+    notes: list[str] = []
+    end = broker_end(reply_inbox(), keys=mint_keypair(), base=free_ports(), admitted=[], logical_id="client")
+    shell = ClientShell(end, Ports(1, 2), lambda _: pytest.fail("asked"), notes.append, identity=None, environ={})
+    try:
+        assert shell.call(lambda: 5) == 5
+        with pytest.raises(ZeroDivisionError):
+            shell.call(lambda: 1 // 0)
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        assert shell.call(lambda: time.sleep(0.6) or "created", last=True) == "created"
+        assert len(notes) == 1
+        for step in (lambda: shell.call(lambda: pytest.fail("begun")), lambda: shell.pause(10)):
+            with pytest.raises(Interrupted, match="SIGINT"):
+                step()
+        with pytest.raises(Interrupted):
+            shell.converse(mint_keypair(), RUNNING, Limits())
+        assert shell.call(lambda: "destroyed", last=True) == "destroyed"
+    finally:
+        end.close(0)
