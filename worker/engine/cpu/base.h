@@ -35,6 +35,13 @@ typedef long long i64;
 #define W 16
 #endif
 
+// Before a loop whose bounds are constants: without it gcc keeps arrays of vectors in memory.
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 #define ROWS 16          // rows of a weight tile, positions of a key tile
 #define VL (W / 4)       // 32-bit lanes of a vector
 #define PARTS (ROWS / VL)
@@ -54,10 +61,18 @@ typedef u16 u16_u __attribute__((aligned(1), may_alias));
 AI nf load(const float* p) { return *(const nf_u*)p; }
 AI void store(float* p, nf v) { *(nf_u*)p = v; }
 AI nb load_bytes(const u8* p) { return *(const nb_u*)p; }
-AI nf bcast(float x) { return (nf){0} + x; }
+AI nf bcast(float x) {
+#if SMQ_AVX512
+  return (nf)_mm512_set1_ps(x);
+#elif SMQ_AVX2
+  return (nf)_mm256_set1_ps(x);
+#elif SMQ_NEON
+  return (nf)vdupq_n_f32(x);
+#else
+  return (nf){x, x, x, x};
+#endif
+}
 AI ni bcast_i(i32 x) { return (ni){0} + x; }
-AI nh bcast_h(i16 x) { return (nh){0} + x; }
-AI nb bcast_b(u8 x) { return (nb){0} + x; }
 AI nf select_f(ni mask, nf a, nf b) { return (nf)(((ni)a & mask) | ((ni)b & ~mask)); }
 
 AI nf fma_v(nf a, nf b, nf c) {

@@ -162,14 +162,14 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
   const i64 from = first / ROWS, to = last / ROWS;
   for (i64 t = from; t <= to; t++) {
     const u16* key = keys + t * head_dim * ROWS;
-    for (int part = 0; part < PARTS; part++) {
+    UNROLL for (int part = 0; part < PARTS; part++) {
       nf acc[n];
-      for (int r = 0; r < n; r++) acc[r] = bcast(0);
+      UNROLL for (int r = 0; r < n; r++) acc[r] = bcast(0);
       for (i64 d = 0; d < head_dim; d++) {
         nf k = load_half(key + d * ROWS + part * VL);
-        for (int r = 0; r < n; r++) acc[r] = fma_v(bcast(query[r].q[d]), k, acc[r]);
+        UNROLL for (int r = 0; r < n; r++) acc[r] = fma_v(bcast(query[r].q[d]), k, acc[r]);
       }
-      for (int r = 0; r < n; r++) store(scores + r * stride + t * ROWS + part * VL, acc[r] * scale);
+      UNROLL for (int r = 0; r < n; r++) store(scores + r * stride + t * ROWS + part * VL, acc[r] * scale);
     }
   }
   float share[n];
@@ -190,17 +190,17 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
   }
   for (i64 d = 0; d < head_dim; d += 16) {
     nf acc[n][PARTS];
-    for (int r = 0; r < n; r++)
-      for (int part = 0; part < PARTS; part++) acc[r][part] = bcast(0);
+    UNROLL for (int r = 0; r < n; r++)
+      UNROLL for (int part = 0; part < PARTS; part++) acc[r][part] = bcast(0);
     for (i64 j = first; j <= last; j++) {
       const u16* value = values + j * head_dim + d;
-      for (int part = 0; part < PARTS; part++) {
+      UNROLL for (int part = 0; part < PARTS; part++) {
         nf v = load_half(value + part * VL);
-        for (int r = 0; r < n; r++) acc[r][part] = fma_v(bcast(scores[r * stride + j]), v, acc[r][part]);
+        UNROLL for (int r = 0; r < n; r++) acc[r][part] = fma_v(bcast(scores[r * stride + j]), v, acc[r][part]);
       }
     }
-    for (int r = 0; r < n; r++)
-      for (int part = 0; part < PARTS; part++) store(query[r].out + d + part * VL, acc[r][part] * share[r]);
+    UNROLL for (int r = 0; r < n; r++)
+      UNROLL for (int part = 0; part < PARTS; part++) store(query[r].out + d + part * VL, acc[r][part] * share[r]);
   }
 }
 

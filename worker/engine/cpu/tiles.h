@@ -82,7 +82,7 @@ AI nb shift_right(nb v, int n) { return (nb)((nuh)v >> n); }
 AI void expand(const int kind, const u8* w, int part, nb v[8]) {
   w += part * W;
   if (kind == Q8_0) {
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
       v[i] = load_bytes(w + 64 * i);
 #if !SMQ_AVX512
       v[i] ^= 0x80;
@@ -90,23 +90,23 @@ AI void expand(const int kind, const u8* w, int part, nb v[8]) {
     }
     return;
   }
-  for (int i = 0; i < 4; i++) {
+  UNROLL for (int i = 0; i < 4; i++) {
     nb both = load_bytes(w + 64 * i);
     v[i] = both & 15;
     v[i + 4] = shift_right(both, 4) & 15;
   }
   if (code_bits(kind) == 5) {
     nb high = load_bytes(w + 256);
-    for (int i = 0; i < 8; i++) v[i] |= (i < 4 ? shift_left(high, 4 - i) : shift_right(high, i - 4)) & 0x10;
+    UNROLL for (int i = 0; i < 8; i++) v[i] |= (i < 4 ? shift_left(high, 4 - i) : shift_right(high, i - 4)) & 0x10;
   }
   if (code_bits(kind) == 6)
-    for (int half = 0; half < 2; half++) {
+    UNROLL for (int half = 0; half < 2; half++) {
       nb high = load_bytes(w + 256 + 64 * half);
-      for (int i = 0; i < 4; i++)
+      UNROLL for (int i = 0; i < 4; i++)
         v[4 * half + i] |= (i < 2 ? shift_left(high, 4 - 2 * i) : shift_right(high, 2 * i - 4)) & 0x30;
     }
   if (kind == IQ4_NL || kind == IQ4_XS)
-    for (int i = 0; i < 8; i++) v[i] = iq4_codes(v[i]);
+    UNROLL for (int i = 0; i < 8; i++) v[i] = iq4_codes(v[i]);
 }
 
 // Sum over `groups` times 4 columns of code * activation, exact in int32; x are the activations of these columns.
@@ -115,7 +115,7 @@ AI ni dot(const nb* v, const i8* x, const int groups, const int bits) {
   (void)bits;
 #if SMQ_AVX512
   __m512i a = _mm512_setzero_si512(), b = a;
-  for (int g = 0; g < groups; g += 2) {
+  UNROLL for (int g = 0; g < groups; g += 2) {
     a = _mm512_dpbusd_epi32(a, (__m512i)v[g], _mm512_set1_epi32(x4[g]));
     b = _mm512_dpbusd_epi32(b, (__m512i)v[g + 1], _mm512_set1_epi32(x4[g + 1]));
   }
@@ -124,7 +124,7 @@ AI ni dot(const nb* v, const i8* x, const int groups, const int bits) {
   // The int16 sums hold: 15*127*2*8, 31*127*2*4, 63*127*2*2 and 128*127*2 are all below 32768.
   const int run = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
   __m256i one = _mm256_set1_epi16(1), wide = _mm256_setzero_si256(), narrow = wide;
-  for (int g = 0; g < groups; g++) {
+  UNROLL for (int g = 0; g < groups; g++) {
     __m256i w = (__m256i)v[g], xb = _mm256_set1_epi32(x4[g]);
     if (bits == 8) {
       xb = _mm256_sign_epi8(xb, w);
@@ -137,14 +137,14 @@ AI ni dot(const nb* v, const i8* x, const int groups, const int bits) {
   return (ni)wide;
 #elif SMQ_NEON && defined(__ARM_FEATURE_DOTPROD)
   int32x4_t a = vdupq_n_s32(0);
-  for (int g = 0; g < groups; g++)
+  UNROLL for (int g = 0; g < groups; g++)
     a = vdotq_s32(a, (int8x16_t)v[g], vreinterpretq_s8_s32(vdupq_n_s32(x4[g])));
   return (ni)a;
 #else
   const int run = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
   ni wide = (ni){0};
   nh narrow = (nh){0};
-  for (int g = 0; g < groups; g++) {
+  UNROLL for (int g = 0; g < groups; g++) {
     nh w = (nh)v[g], xb = (nh)bcast_i(x4[g]);
     nh even = bits == 8 ? (nh)(w << 8) >> 8 : w & 0xff, odd = bits == 8 ? w >> 8 : (nh)((nuh)w >> 8);
     nh product = even * ((nh)(xb << 8) >> 8) + odd * (xb >> 8);
@@ -180,7 +180,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
   const float offset = code_offset(kind);
   for (int part = 0; part < PARTS; part++) {
     nf acc[TM];
-    for (int t = 0; t < TM; t++) acc[t] = bcast(0);
+    UNROLL for (int t = 0; t < TM; t++) acc[t] = bcast(0);
     const u8* at = w;
     for (i64 u = 0; u < units; u++, at += unit_bytes(kind)) {
       if (TM == 1 && part == 0 && unit_columns(kind) == 32) prefetch(at, unit_bytes(kind));
@@ -196,7 +196,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
             for (int i = 0; i < VL; i++) raw[i] = (u32)p[i] << 16;
             weight = (nf)raw;
           }
-          for (int t = 0; t < TM; t++) acc[t] = fma_v(weight, bcast(row[t * K + k]), acc[t]);
+          UNROLL for (int t = 0; t < TM; t++) acc[t] = fma_v(weight, bcast(row[t * K + k]), acc[t]);
         }
         continue;
       }
@@ -220,7 +220,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
           } else {
             d0 = d * load_i8(fine + 32 * sub), d1 = d * load_i8(fine + 32 * sub + 16);
           }
-          for (int t = 0; t < TM; t++) {
+          UNROLL for (int t = 0; t < TM; t++) {
             const float xd = x->d[block + t * blocks], *s = x->s16 + (block + t * blocks) * 2;
             nf f0 = to_float(dot(v, q + t * K, 4, bits)), f1 = to_float(dot(v + 4, q + t * K + 16, 4, bits));
             f0 = fma_v(f0, bcast(xd), bcast(-offset * s[0])), f1 = fma_v(f1, bcast(xd), bcast(-offset * s[1]));
@@ -232,7 +232,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
         nf scale = d, least = low;
         if (kind == Q4_K || kind == Q5_K) scale = d * load_u8(fine + 16 * sub), least = low * load_u8(fine + 128 + 16 * sub);
         if (kind == IQ4_XS) scale = d * load_i8(fine + 16 * sub);
-        for (int t = 0; t < TM; t++) {
+        UNROLL for (int t = 0; t < TM; t++) {
           const float xd = x->d[block + t * blocks], s = x->s[block + t * blocks];
           nf f = to_float(dot(v, q + t * K, 8, bits));
           if (offset != 0) {
@@ -244,7 +244,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
         }
       }
     }
-    for (int t = 0; t < TM; t++) store(out + t * ROWS + part * VL, acc[t]);
+    UNROLL for (int t = 0; t < TM; t++) store(out + t * ROWS + part * VL, acc[t]);
   }
 }
 
