@@ -18,6 +18,7 @@ from typing import Any
 from common.config_slices import VastAiSlice
 from common.messages.provision import NodeProvisionSpec
 from common.security import read_secret_file
+from services.provisioner import processes
 from services.provisioner import vastai_offers as offers
 from services.provisioner import vastai_scripts as scripts
 from services.provisioner.plugin import (
@@ -289,7 +290,7 @@ class VastAiProvider:
                 if silent_since and time.monotonic() - silent_since > UNKNOWN_S * self._pace:
                     raise BadMachine(f"instance {rented.instance} gives no sign of life")
                 for host, port in offers.endpoints(row) if status == "running" else []:
-                    machine = Machine(config.ssh_user, host, port, config.ssh_identity, known_hosts)
+                    machine = Machine(config.ssh_user, host, port, config.ssh_identity, known_hosts, handle_id)
                     try:
                         machine.deploy(script, launch)
                     except ProviderError as error:
@@ -371,6 +372,7 @@ class VastAiProvider:
 
     def stop_left_behind(self, left: LeftBehind) -> bool:
         """By its label, which only this fleet's ledger knows; instances of others are never touched."""
+        processes.kill_marked(left.id)
         suffix = f"-{left.id}"
         found = [row for row in self.client.list_all() if _ours(str(row.get("label") or ""), suffix)]
         for row in found:

@@ -7,6 +7,7 @@ begun again; the worker does not notice more than a pause.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from services.provisioner.lines import LineSplitter, bridge_frame
 from services.provisioner.plugin import Exited, Failed, ProviderError, ProviderLine, Sink, StderrLine, StdoutLine
-from services.provisioner.processes import describe_status
+from services.provisioner.processes import MARK_VARIABLE, describe_status
 from services.provisioner.vastai_scripts import EXIT_WORD, READY_WORD, follow
 
 CONNECT_S = 10
@@ -25,10 +26,15 @@ RETRY_S_MIN, RETRY_S_MAX = 0.5, 10.0
 
 
 class Machine:
-    """One sshd: user@host:port with the prepared identity. known_hosts: pins the host key at the first contact."""
+    """One sshd: user@host:port with the prepared identity. known_hosts: pins the host key at the first contact.
 
-    def __init__(self, user: str, host: str, port: int, identity: str, known_hosts: Path) -> None:
+    mark: in the environment of its ssh clients, by which a later start finds those of a killed one.
+    """
+
+    def __init__(self, user: str, host: str, port: int, identity: str, known_hosts: Path, mark: str) -> None:
         self.host, self.port = host, port
+        self._environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        self._environment[MARK_VARIABLE] = mark
         self._command = ["ssh", "-T", "-F", "none", "-p", str(port), "-i", identity]
         options = {
             "BatchMode": "yes",
@@ -55,6 +61,7 @@ class Machine:
                 input=launch,
                 capture_output=True,
                 timeout=DEPLOY_S,
+                env=self._environment,
                 start_new_session=True,
             )
         except subprocess.TimeoutExpired:
@@ -72,6 +79,7 @@ class Machine:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=self._environment,
             start_new_session=True,
         )
 

@@ -1,0 +1,162 @@
+"""The whole mvp-orchestrator with provider vastai: a fake vast.ai, whose machine is a real sshd, and the real model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.stack import model_file
+from tests.fakes.vastai.server import FakeVast
+from tests.unit.provisioner.vastai_stage import no_machines
+from tools.prompt_client import PromptClient
+
+pytestmark = pytest.mark.skipif(bool(no_machines()), reason=no_machines())
+ROOT = Path(__file__).resolve().parents[2]
+READY_S = 150
+CONFIG = """\
+[provider]
+kind = "vastai"
+[model]
+id = "smollm2-135m-instruct"
+gguf_local_path = "{model}"
+[vastai]
+ssh_identity = "{identity}"
+confirm_lease = true
+poll_interval_secs = 2
+max_dph_total = 0.5
+max_hours = 1
+bootstrap_command = "env PYTHONPATH={root} {python} -P -m worker.agent"
+[prompt]
+rpc_addr = "127.0.0.1:0"
+[observability]
+datastream_frame_log = "{archive}"
+"""
+
+
+class Rented:
+    """One run on the fake market."""
+
+    def __init__(self, folder: Path, fake: FakeVast) -> None:
+        self.archive, self.state = folder / f"archive-{time.monotonic_ns()}.jsonl", folder / "state"
+        identity = folder / "identity"
+        if not identity.exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(identity)], check=True)
+        config = folder / "config.toml"
+        config.write_text(
+            CONFIG.format(model=model_file(), identity=identity, root=ROOT, python=sys.executable, archive=self.archive)
+        )
+        self.environment = os.environ | {
+            "VASTAI_BASE_URL": fake.url,
+            "VASTAI_API_KEY": fake.key,
+            "XDG_STATE_HOME": str(self.state),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self.environment
+        )
+
+    def wait(self, phase: str, status: str = "ready") -> dict[str, Any]:
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until:
+            with contextlib.suppress(FileNotFoundError):
+                for line in self.archive.read_text().splitlines():
+                    with contextlib.suppress(json.JSONDecodeError):
+                        frame = json.loads(line)
+                        if frame["channel"] == "mvp.orch.bootstrap":
+                            record: dict[str, Any] = json.loads(frame["payload"]["value"])
+                            if (record["phase"], record["status"]) == (phase, status):
+                                return record
+            if self.process.poll() is not None:
+                pytest.fail(f"the orchestrator ended: {self.error()}")
+            time.sleep(0.1)
+        pytest.fail(f"{phase} was not {status} in time")
+
+    def error(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def stop(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"stop\n")
+        self.process.stdin.flush()
+        return self.process.wait(90)
+
+
+def _is_tunnel_of(entry: Path, folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        words = (entry / "cmdline").read_bytes()
+        return entry.name.isdecimal() and words.startswith(b"ssh\0") and str(folder).encode() in words
+    return False
+
+
+@pytest.fixture
+def market() -> Iterator[FakeVast]:
+    fake = FakeVast()
+    fake.offer(price=0.2, behaviour="oci")
+    fake.offer(price=0.3)
+    fake.offer(price=0.4)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def rented(market: FakeVast, tmp_path: Path) -> Iterator[Rented]:
+    run = Rented(tmp_path, market)
+    yield run
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(60)
+        run.process.kill()
+
+
+@pytest.mark.spec("S1 4.1", "S1 4.5", "S1 7.3", "S1 7.5", "S1 9.16")
+def test_a_rented_machine_answers_through_the_tunnel_and_is_given_back(rented: Rented, market: FakeVast) -> None:
+    market.foreign(30)
+    addr = rented.wait("prompt_rpc")["detail"]["addr"]
+    with contextlib.closing(PromptClient.connect(addr, wait_s=5)) as client:
+        done = client.complete("What is the capital of France? One word.", max_tokens=12)
+    assert "Paris" in done.final_text
+    assert len(market.created) == 2, "the first machine's engine could not start it"
+    assert rented.stop() == 0, rented.error()
+    assert len(market.instances) == 30
+    assert not list((rented.state / "swactor-mq" / "ledger").glob("*.jsonl"))
+    told = rented.archive.read_text()
+    assert "OCI runtime create failed" in told
+    assert market.key not in told and "secret_key" not in told
+    assert all(market.key not in path + body for _, path, body in market.requests)
+
+
+@pytest.mark.spec("S1 9.16")
+def test_after_a_kill_of_everything_the_next_start_gives_the_machine_back(
+    rented: Rented, market: FakeVast, tmp_path: Path
+) -> None:
+    rented.wait("provider_start")
+    children = Path(f"/proc/{rented.process.pid}/task/{rented.process.pid}/children").read_text().split()
+    for pid in [rented.process.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+    rented.process.wait()
+    left = set(market.instances)
+    assert len(left) == 1
+    following = Rented(tmp_path, market)
+    try:
+        following.wait("node_provisioner")
+        assert not left & set(market.instances)
+        tunnels = [entry for entry in Path("/proc").iterdir() if _is_tunnel_of(entry, tmp_path)]
+        assert not tunnels, "a tunnel of the killed run is left"
+        following.process.send_signal(signal.SIGINT)
+        assert following.process.wait(90) == 1
+        assert not market.instances
+    finally:
+        following.process.kill()
