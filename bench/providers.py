@@ -1,0 +1,140 @@
+"""What a container costs: time to runtime-ready over a process worker's, and a two-stage pipeline's tokens a second.
+
+Whole runs of mvp-orchestrator on a Docker engine of our own (root, dockerd), workers through the relay's TCP door.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.docker.engine import ROOT, WORKER_IMAGE, TestEngine, why_not
+from tools.fetch_model import default_model_path
+from tools.prompt_client import PromptClient
+
+ROUNDS = 3
+READY_S = 180.0
+PROMPT, TOKENS = "Write a very long story about a lighthouse keeper and the sea.", 64
+CONFIG = """\
+[runtime]
+pipeline_stages = {stages}
+[provider]
+kind = "{provider}"
+[image]
+node = "{image}"
+[docker]
+gpus = "none"
+pull = "never"
+[model]
+cached_path = "{model}"
+[pipeline]
+edges = "{edges}"
+[relay]
+mode = "default"
+[prompt]
+rpc_addr = "127.0.0.1:0"
+[observability]
+datastream_frame_log = "{archive}"
+"""
+
+
+def times(archive: Path) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
+    """(phase, status) → seconds and detail of its last record."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in archive.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                frame = json.loads(line)
+                if frame["channel"] == "mvp.orch.bootstrap":
+                    record = json.loads(frame["payload"]["value"])
+                    at = frame["collected"]["unix_ms"] / 1000
+                    found[record["phase"], record["status"]] = at, record["detail"]
+    return found
+
+
+def one_run(engine: TestEngine, provider: str, stages: int) -> tuple[float, float]:
+    """(seconds from provider start to the last runtime-ready report, tokens a second)."""
+    with tempfile.TemporaryDirectory(prefix="smq-bench-") as name:
+        folder = Path(name)
+        archive, config = folder / "archive.jsonl", folder / "config.toml"
+        wanted = {"provider": provider, "stages": stages, "edges": "relay", "image": WORKER_IMAGE}
+        config.write_text(CONFIG.format(model=default_model_path(), archive=archive, **wanted))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=engine.environment | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            until = time.monotonic() + READY_S
+            while ("prompt_rpc", "ready") not in (seen := times(archive)):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{provider} with {stages} stages was not ready")
+                time.sleep(0.1)
+            ready_s = seen["node_runtime_ready", "ready"][0] - seen["node_spec", "ready"][0]
+            with contextlib.closing(PromptClient.connect(seen["prompt_rpc", "ready"][1]["addr"], wait_s=5)) as client:
+                client.complete(PROMPT, max_tokens=4)
+                began = time.monotonic()
+                done = client.complete(PROMPT, max_tokens=TOKENS)
+                rate = done.tokens_generated / (time.monotonic() - began)
+            assert process.stdin is not None
+            process.stdin.write(b"stop\n")
+            process.stdin.flush()
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
+    return ready_s, rate
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Medians of the rounds."""
+    if why := why_not():
+        return {
+            "docker_ready_extra_s": None,
+            "docker_ready_extra_s_why": why,
+            "docker_share_2_stages": None,
+            "docker_share_2_stages_why": why,
+        }
+    folder = Path(tempfile.mkdtemp(prefix="smq-docker-", dir="/tmp"))
+    engine = TestEngine(folder)
+    found: dict[str, list[float]] = {}
+    try:
+        engine.start()
+        engine.build_base()
+        engine.build("compose/Dockerfile.worker", WORKER_IMAGE)
+        for number in range(arguments.rounds):
+            for provider in ("process", "docker"):
+                ready_s, _ = one_run(engine, provider, 1)
+                found.setdefault(f"{provider}_ready_s", []).append(ready_s)
+                _, rate = one_run(engine, provider, 2)
+                found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(rate)
+            print(
+                f"round {number + 1}: { ({key: round(values[-1], 2) for key, values in found.items()}) }",
+                file=sys.stderr,
+            )
+        leaked = len(engine.containers())
+    finally:
+        engine.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    medians = {key: round(statistics.median(values), 3) for key, values in found.items()}
+    share = medians["docker_2_stages_tokens_per_s"] / medians["process_2_stages_tokens_per_s"]
+    return {
+        "docker_ready_extra_s": round(medians["docker_ready_s"] - medians["process_ready_s"], 2),
+        "docker_share_2_stages": round(share, 3),
+        "leaked": leaked,
+        **medians,
+        "rounds": arguments.rounds,
+        "cpus": os.cpu_count(),
+    }
