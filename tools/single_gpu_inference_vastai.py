@@ -20,10 +20,11 @@ from common.effects import StopSignal
 from common.messages.inference import InferenceRequest
 from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, ledger_folder, reconcile
 from services.provisioner.plugin import LeftBehind
+from services.provisioner.vastai_api import VastClient
 from tools.single_gpu_inference_call import Call, Limits, Result
 from tools.single_gpu_inference_client import Interrupted, converse, reply_inbox
 from tools.single_gpu_inference_rent import Instance, Landlord, Rental, RentError, give_back
-from tools.single_gpu_inference_rest import BASE_URL, VastAi, Wanted
+from tools.single_gpu_inference_rest import VastAi, Wanted
 from tools.single_gpu_inference_tunnel import NODE_KEY_FILE, Ports, Tunnel
 from worker.gpu_node.ends import LOOPBACK, End, broker_end, free_ports
 from worker.gpu_node.limits import (
@@ -226,7 +227,7 @@ def rent_and_ask(
     if not agree(arguments, note):
         return 1
     wanted = Wanted(arguments.image, arguments.gpu, arguments.max_dph, arguments.disk_gb)
-    landlord = VastAi(api_key, wanted, base_url=environ.get("VASTAI_BASE_URL") or BASE_URL)
+    landlord = VastAi(VastClient(api_key, environ), wanted)
     here, name = free_ports(), f"client {os.getpid()}"
     end = broker_end(reply_inbox(), keys=mint_keypair(), base=here, admitted=[], logical_id=name, profile="wan")
     book = None

@@ -135,10 +135,10 @@ class VastClient:
             if error.kind != "gone":
                 raise
 
-    def logs(self, instance: int) -> str:
+    def logs(self, instance: int, lines: int = 50) -> str:
         """The end of the container's log, "" if it cannot be had: only for an error's explanation."""
         try:
-            found = self._once("logs", "PUT", f"/api/v0/instances/request_logs/{instance}/", {"tail": "50"})
+            found = self._once("logs", "PUT", f"/api/v0/instances/request_logs/{instance}/", {"tail": str(lines)})
             url = str(found.get("result_url", ""))
             for _ in range(10 if url else 0):
                 # Without the key: it is somebody else's storage.
