@@ -1,4 +1,4 @@
-"""One real model for the whole session: loading it costs seconds."""
+"""One real model for the whole session, and the kernels compiled once: both cost seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from worker.engine.cpu_objects import compile_object, instruction_sets, shipped_object
 from worker.engine.engine import Engine
 
 MODEL = Path(__file__).resolve().parents[3] / ".model-cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """As in a wheel, so that a test with a cache of its own does not compile."""
+    for name in instruction_sets():
+        if not shipped_object(name).is_file():
+            compile_object(name, shipped_object(name))
 
 
 @pytest.fixture(scope="session")

@@ -224,7 +224,7 @@ def test_nonsense_on_the_link_is_fatal_and_no_traceback(tmp_path: Path, data: by
 
 @pytest.mark.parametrize("device", ["", "CPU:X86"])
 def test_it_runs_without_any_program_on_the_path(tmp_path: Path, device: str) -> None:
-    """No compiler anywhere: the ziglang wheel compiles the C kernels, under tinygrad's own assembler too."""
+    """No compiler and no cache: the C kernels come compiled, under tinygrad's own assembler too."""
     from tests.unit.engine.tiny_model import TinySpec, write_model
 
     write_model(tmp_path / "m.gguf", TinySpec(layers=1))
