@@ -42,6 +42,7 @@ class CpuPart:
         self.max_context, self.slots = max_context, slots
         self.backend = f"c {kernels.instruction_set}, {threads} threads"
         self._file: GgufFile = plan.file
+        self._held: list[int] = []  # tokens whose keys and values the first slot holds, from position 0 on
         h = self.header
         positions = -(-max_context // 16) * 16
         self._arena = load_arena(plan, kernels, threads, progress)
@@ -108,6 +109,7 @@ class CpuPart:
         """All blocks on up to `chunk` rows at positions start...; returns rows of the same shape."""
         count = len(rows)
         self._check(count, start)
+        self._held = []  # rows are not tokens
         self._enter(rows, range(start, start + count), 0)
         self._run(count, 0)
         if tick is not None:
@@ -131,7 +133,11 @@ class CpuPart:
         count = len(ids)
         self._check(count, start)
         self._enter(self.embed(ids), range(start, start + count), 0)
+        known = len(self._held) >= start
+        del self._held[start if known else 0 :]
         self._run(count, 1)
+        if known:
+            self._held += ids
         if tick is not None:
             tick()
         return self._logits[: self.header.vocab_size].copy()
@@ -145,14 +151,25 @@ class CpuPart:
         self._check(count, 0)
         if not all(0 <= position < self.max_context for position in positions):
             raise EngineError(f"a position of {list(positions)} is outside the context of {self.max_context}")
+        self._held = []
         self._enter(self.embed(list(ids)), positions, slots)
         self._run(count, count)
         return self._logits.reshape(self.slots, -1)[:count, : self.header.vocab_size]
+
+    def reusable(self, ids: Sequence[int]) -> int:
+        """How many tokens at the start of `ids` the cache holds; a reused token has the same bits as a new one."""
+        same = 0
+        for mine, theirs in zip(self._held, ids, strict=False):
+            if mine != theirs:
+                break
+            same += 1
+        return same
 
     def warm_up(self, progress: Progress) -> None:
         """Capture the step and touch what a first prompt needs (first call runs, second captures)."""
         for done in (1, 2):
             self._enter(np.zeros((1, self.header.embedding_length), np.float32), [0], 0)
+            self._held = []
             self._run(1, int(self.part.with_head))
             progress("warm_up", done, 2)
 

@@ -143,6 +143,10 @@ class Engine:
         """Run up to `chunk` tokens at positions start...; logits (vocabulary,) of the last. Whole models only."""
         return self.model.logits(list(ids), start, tick)
 
+    def reusable(self, ids: Sequence[int]) -> int:
+        """How many tokens at the start of `ids` the cache still holds from the last prompt (direct mode)."""
+        return self.model.reusable(ids)
+
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -152,7 +156,7 @@ class Engine:
         stop: Sequence[str] = (),
         tick: Callable[[], None] | None = None,
     ) -> Generation:
-        """A generation from position 0. One at a time: they share the key-value cache."""
+        """A generation. One at a time: they share the key-value cache, and what of it a prompt can reuse is reused."""
         if not (self.model.part.with_embedding and self.model.part.with_head):
             raise EngineError("this engine holds a part of the model only and cannot generate by itself")
         return Generation(self, self.tokenizer, prompt_ids, max_tokens, sampling, stop, tick)

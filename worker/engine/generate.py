@@ -52,6 +52,9 @@ class Decoder(Protocol):
 
     def logits(self, ids: Sequence[int], start: int, tick: Callable[[], None] | None) -> F32: ...
 
+    def reusable(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens need not be computed again: the cache holds them from the last prompt."""
+
 
 class Generation:
     """One request. Call `step()` until it returns a Finished, or iterate over `events()`."""
@@ -112,6 +115,7 @@ class Generation:
             return []
         if self._started is None:
             self._started = self._clock()
+            self._position = min(self._decoder.reusable(self._prompt), len(self._prompt) - 1)
         if self._cancelled:
             return [self._end("cancelled")]
         if self._position < len(self._prompt):

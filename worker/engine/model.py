@@ -11,7 +11,7 @@ dimension, C cache positions. Rows, norms and softmax are float32; weights and c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,11 @@ class LlamaPart:
 
     def __init__(self, file: GgufFile, header: ModelHeader, part: Part, max_context: int, progress: Progress) -> None:
         check_part(header, part)
+        if header.architecture != "llama":
+            raise EngineError(
+                f"{file.path}: architecture {header.architecture!r} runs on the CPU's C kernels only, "
+                f"not on {tg.device_name()}"
+            )
         self.header, self.part, self.max_context = header, part, max_context
         self.backend = f"tinygrad {tg.device_name()}"
         self._file = file
@@ -298,6 +303,10 @@ class LlamaPart:
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
         """Logits of the last of up to `chunk` tokens."""
         return self.run_head(self.run_blocks(self.embed(ids), start, tick)[-1])
+
+    def reusable(self, ids: Sequence[int]) -> int:
+        """Nothing: another cut into chunks gives other bits here, and a prompt shall have one answer."""
+        return 0
 
     def close(self) -> None:
         """Nothing to stop: the memory goes when the last reference goes."""

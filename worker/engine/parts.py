@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +72,9 @@ class ModelPart(Protocol):
 
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
         """Logits of the last of up to `chunk` tokens, of a whole model."""
+
+    def reusable(self, ids: Sequence[int]) -> int:
+        """How many tokens at the start of `ids` the cache holds; 0 where the cut into chunks changes the bits."""
 
     def warm_up(self, progress: Progress) -> None: ...
 

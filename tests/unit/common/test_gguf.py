@@ -205,3 +205,50 @@ def test_a_header_that_contradicts_itself(tmp_path: Path, tiny: Path) -> None:
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         GgufFile.open(tmp_path / "absent.gguf")
+
+
+def split(path: Path, folder: Path, swap: bool = False) -> list[Path]:
+    """The tiny model in two files as llama.cpp's gguf-split names them, the second with the last tensors."""
+
+    with GgufFile.open(path) as file:
+        names = list(file.tensors)
+        halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+        parts = []
+        for number, half in enumerate(halves):
+            target = folder / f"m-{number + 1:05}-of-00002.gguf"
+            writer = gguf.GGUFWriter(str(target), "llama")
+            writer.add_uint16("split.no", 1 - number if swap else number)
+            writer.add_uint16("split.count", 2)
+            if number == 0:
+                for key in ("block_count", "embedding_length", "context_length", "feed_forward_length"):
+                    writer.add_uint32(f"llama.{key}", file.metadata[f"llama.{key}"])
+                writer.add_head_count(4)
+                writer.add_layer_norm_rms_eps(1e-5)
+            for name in half:
+                writer.add_tensor(name, dequantise(file, name))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            parts.append(target)
+    return parts
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", TinySpec(layers=1))
+    parts = split(tmp_path / "m.gguf", tmp_path)
+    for path in parts:
+        with GgufFile.open(path) as file, GgufFile.open(tmp_path / "m.gguf") as whole:
+            assert list(file.tensors) == list(whole.tensors) and file.header().block_count == 1
+            assert file.paths == [str(part) for part in parts]
+            for name in whole.tensors:
+                assert np.array_equal(dequantise(file, name), dequantise(whole, name))
+    parts[1].rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        GgufFile.open(parts[0])
+    (tmp_path / "alone.gguf").write_bytes(parts[0].read_bytes())
+    with pytest.raises(MalformedError, match="one of 2 parts"):
+        GgufFile.open(tmp_path / "alone.gguf")
+    split(tmp_path / "m.gguf", tmp_path, swap=True)
+    with pytest.raises(MalformedError, match="not part 2"):
+        GgufFile.open(parts[0])

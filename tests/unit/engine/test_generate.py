@@ -34,6 +34,9 @@ class Script:
         self.say, self.max_context, self.prompt, self.size = list(say), max_context, prompt, vocabulary
         self.fed: list[tuple[list[int], int]] = []
 
+    def reusable(self, ids: Sequence[int]) -> int:
+        return 0
+
     def logits(self, ids: Sequence[int], start: int, tick: Callable[[], None] | None) -> np.ndarray:
         self.fed.append((list(ids), start))
         out = np.zeros(self.size, np.float32)
@@ -201,3 +204,21 @@ def test_the_real_model_computes_what_float32_computes(
     top = np.argsort(-expected, axis=-1)[:, :5]
     difference = np.take_along_axis(log_softmax(ours), top, 1) - np.take_along_axis(log_softmax(expected), top, 1)
     assert float(np.sqrt((difference**2).mean())) <= 0.2
+
+
+@pytest.mark.engine
+def test_a_prompt_that_begins_like_the_last_one_reuses_its_cache(smollm: Engine) -> None:
+    """The bits are the same as without it: only the cut into chunks differs."""
+    ids = smollm.prompt_ids("Name three primary colors.")
+    smollm.model.run_blocks(smollm.model.embed([1]), 0)  # rows that are no tokens: nothing is known of the cache
+    assert smollm.reusable(ids) == 0
+    first = last(list(smollm.generate(ids, max_tokens=10).events()))
+    assert smollm.reusable(ids) >= len(ids)
+    longer = [*ids[:-3], *smollm.encode(" of a rainbow, please")]
+    assert smollm.reusable(longer) == len(ids) - 3
+    steps: list[int] = []
+    again = last(list(smollm.generate(ids, max_tokens=10, tick=lambda: steps.append(1)).events()))
+    assert again.final_text == first.final_text and len(steps) == 10
+    with_cache = last(list(smollm.generate(longer, max_tokens=10).events())).final_text
+    smollm.model.run_blocks(smollm.model.embed([1]), 0)
+    assert last(list(smollm.generate(longer, max_tokens=10).events())).final_text == with_cache
