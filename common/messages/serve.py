@@ -134,3 +134,16 @@ class TokenEndpointFailed(Message, frozen=True, kw_only=True, tag=193):
     FROM: ClassVar[frozenset[Role]] = _GATEWAY
     endpoint: str
     error: str
+
+
+class PromptActive(Message, frozen=True, kw_only=True, tag=194):
+    """Gateway → orchestrator when a prompt gets the slot, and again with ended when it has its terminal event: should
+    the gateway die in between, the orchestrator records that request's one terminal fault (design.md 2).
+
+    request_id: the client's; prompt_id: the internal one (row 24).
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    request_id: U64
+    prompt_id: U64
+    ended: bool = False

@@ -37,6 +37,7 @@ from common.messages.report import (
     WeightsReady,
 )
 from common.messages.serve import (
+    PromptActive,
     PromptRpcFailed,
     PromptRpcReady,
     ResumeServing,
@@ -112,6 +113,7 @@ class RunActor(PlannedRun):
         RpcClosed,
         ShutdownRequested,
         ServingFailed,
+        PromptActive,
         MemberChanged,
         Flushed,
         SendFailed,
@@ -217,6 +219,8 @@ class RunActor(PlannedRun):
                 self.rpc_failed(msg.error, ctx)
             case RpcClosed():
                 self.rpc_closed(ctx)
+            case PromptActive():
+                self.prompt_active(msg, ctx)
             case ServingFailed():
                 self.fail(ctx, f"prompt serving failed: {msg.error}")
             case Flushed():

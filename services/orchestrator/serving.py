@@ -15,8 +15,9 @@ from common.limits import (
 )
 from common.messages.provision import NodeExited
 from common.messages.report import StageFault
-from common.messages.serve import ResumeServing, SuspendServing
+from common.messages.serve import PromptActive, ResumeServing, SuspendServing
 from common.messages.service import Lease
+from common.records import CHANNEL_PROMPT, prompt_record
 from services.orchestrator.base import WHEN, Phase, Worker
 from services.orchestrator.closing import LEASE_TIMER, Closing
 
@@ -31,6 +32,8 @@ class Serving(Closing):
         super().__init__()
         self._suspended = False
         self._stop_requests = 0
+        self._prompt: PromptActive | None = None
+        """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
 
     # --- leases -----------------------------------------------------------------------------------------------
     def renew_lease(self, ctx: Ctx) -> None:
@@ -147,7 +150,20 @@ class Serving(Closing):
         """A service that holds run state ended (table of design.md 2); the others come back by themselves."""
         if role is Role.GATEWAY:
             self.rpc_open = False
+            self._fault_orphan(f"the prompt gateway {how}", ctx)
         self.partner_gone(role, how, ctx)
         if role is Role.PROVISIONER:
             how += "; its workers end with it, and the next start of the provider stops what is left"
         self.fail(ctx, f"the {str(role).replace('_', ' ')} {how}")
+
+    def prompt_active(self, msg: PromptActive, ctx: Ctx) -> None:
+        """The gateway's slot: taken, or free again."""
+        self._prompt = None if msg.ended else msg
+
+    def _fault_orphan(self, error: str, ctx: Ctx) -> None:
+        """The gateway can end this request no more: its one terminal fault is on record here (design.md 2)."""
+        if (orphan := self._prompt) is not None:
+            self._prompt = None
+            detail = {"prompt_id": orphan.prompt_id, "error": error}
+            record = prompt_record("prompt_complete", "failed", self.run_id, self.node_id, orphan.request_id, detail)
+            ctx.observe(CHANNEL_PROMPT, record)

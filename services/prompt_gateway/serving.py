@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.actors import Ctx
-from common.addresses import short
+from common.addresses import Role, short
 from common.effects import SendFailed
 from common.limits import DEAD_WORKER_FAULT_MS, PROMPT_CANCEL_MS
 from common.messages.node_agent import CancelRequest
 from common.messages.prompt import Done, Fault, PromptEvent, RequestCancelled, TextDelta
-from common.messages.serve import OpenPromptRpc
+from common.messages.serve import OpenPromptRpc, PromptActive
 from services.prompt_gateway.queue import Outcome, PromptQueue, PromptWork
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes import MODES, PromptRuntime
@@ -265,6 +265,7 @@ class ServingLoop:
         """Dispatch the next prompt if the slot is free, then tell those who wait where they stand."""
         if self.active is None and not (self.is_blocked or self.failed or self._stopped) and (work := self.queue.pop()):
             self.active = ActivePrompt(work)
+            self._tell_orchestrator(work, ctx)
             self._runtime.start(work, ctx)
         for work, position in self.queue.news():
             # An answer may cut a slow client off, which moves the others up and tells them: then this is old news.
@@ -326,6 +327,15 @@ class ServingLoop:
         if line is not None:
             self._clients.answer(work, line, ctx)
         self._clients.ended(work, ctx)
+        if self.active and self.active.work is work:
+            self._tell_orchestrator(work, ctx)
+
+    def _tell_orchestrator(self, work: PromptWork, ctx: Ctx) -> None:
+        """Which prompt has the slot: the orchestrator records its fault should this process die."""
+        if route := ctx.views.routes.named(Role.ORCHESTRATOR):
+            ended = work.outcome is not None
+            message = PromptActive(request_id=work.client_id, prompt_id=work.prompt_id, ended=ended)
+            ctx.send(route.address, message)
 
     def check(self) -> None:
         """Invariants of the loop."""

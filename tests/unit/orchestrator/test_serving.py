@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from common.addresses import Role
 from common.limits import DEAD_WORKER_FAULT_MS, WORKER_SILENT_MS_SERVING, WORKER_SILENT_MS_STARTUP
 from common.messages.member import MemberChanged
-from common.messages.serve import ResumeServing, SuspendServing
+from common.messages.serve import PromptActive, ResumeServing, SuspendServing
+from common.records import CHANNEL_PROMPT
 from services.orchestrator.base import Phase
+from services.orchestrator.core import ServiceLost
 from tests.unit.orchestrator.playbook import NODE_ID, Play
 
 SUSPENSION = SuspendServing(error=f"node {NODE_ID} does not answer")
@@ -100,3 +103,18 @@ def test_transition_message_alone_decides_nothing() -> None:
     )
     play.harness.advance(120_000)
     assert play.at(Phase.SERVING)
+
+
+@pytest.mark.spec("S1 9.10", "S1 10.10")
+def test_a_dead_gateways_active_request_has_its_one_fault_on_record() -> None:
+    """design.md 2: the gateway cannot say it any more; a request that had ended gets no second end."""
+    play = Play().until(Phase.SERVING)
+    play.tell(PromptActive(request_id=7, prompt_id=1))
+    play.tell(PromptActive(request_id=7, prompt_id=1, ended=True))
+    play.tell(PromptActive(request_id=8, prompt_id=2))
+    play.tell(ServiceLost(Role.GATEWAY, "was killed by SIGKILL"))
+    faults = play.records(CHANNEL_PROMPT)
+    assert [(fault["request_id"], fault["phase"], fault["status"]) for fault in faults] == [
+        (8, "prompt_complete", "failed")
+    ]
+    assert faults[0]["detail"] == {"prompt_id": 2, "error": "the prompt gateway was killed by SIGKILL"}
