@@ -39,9 +39,11 @@ printf '\033[31mred\033[0m <b>html</b> \377\376 no utf-8\n' >&2
 echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"worker.own","payload":{"x":1}}'
 echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"worker.text","payload":"plain"}'
 echo '{"mvp_stdio_event":1,"kind":"something else"}'
-sleep 2 # to be started before it ends
+echo '{"type":"shutdown"}'
+echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"mvp.provisioning.events","payload":{"event":FORGED}}'
+sleep 3 # to be started before it ends
 exit 7
-"""
+""".replace("FORGED", '{"run_id":1,"node_id":1,"kind":"NodeStopped","provider":"process","message":"forged"}')
 
 
 class Resolver(Actor):
@@ -127,6 +129,18 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.bus.close()
 
 
+@pytest.mark.spec("S1 8.15", "S1 9.18", "S1 2.7")
+def test_a_record_is_not_a_command_and_ends_nothing(world: World) -> None:
+    world.order(PrepareProvider(run_id=1, provider="process"), ProviderPrepared)
+    spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image="none")
+    world.order(StartNode(spec=spec, run=b"\x01" * 16, orchestrator=world.address), NodeStarted)
+    world.bus.until(lambda: world.log.exists() and b"forged" in world.log.read_bytes(), 20)
+    assert world.told(NodeExited) == [], "the worker said that it is gone, and lives"
+    said = [json.loads(record["payload"]["value"]) for record in world.records() if ".stdout" in record["channel"]]
+    assert '{"type":"shutdown"}' in [record["line"]["line"] for record in said], "a line like any other"
+    world.bus.until(lambda: world.told(NodeExited), 20)
+
+
 @pytest.mark.spec("S1 2.7", "S1 5.9", "S1 8.9", "S1 8.7", "S1 8.6", "S1 3.9")
 def test_every_kind_of_observation_arrives_as_its_record(world: World) -> None:
     world.order(PrepareProvider(run_id=1, provider="process"), ProviderPrepared)
@@ -155,7 +169,7 @@ def test_every_kind_of_observation_arrives_as_its_record(world: World) -> None:
     events = [json.loads(record["payload"]["value"])["event"] for record in of("mvp.provisioning.events")]
     kinds = [event["kind"] for event in events]
     assert kinds[0] == "ProvisionStart" and "NodeStopped" in kinds
-    stopped = next(event for event in events if event["kind"] == "NodeStopped")
+    stopped = [event for event in events if event["kind"] == "NodeStopped"][-1]
     assert "7" in stopped["message"] and stopped["provider"] == "process"
     assert [record["position"] for record in records] == list(range(len(records)))
     # The record drives nothing: what the run acts on is the message about the same fact.

@@ -18,6 +18,11 @@ from tests.e2e.stack import Stack, model_file, wait_for
 
 pytestmark = pytest.mark.e2e
 
+OWN_CHANNELS = ("orch.bootstrap", "orch.prompt", "swim.membership", "orch.stage_route", "provisioning.events")
+WORKER_CHANNELS = (
+    *("mvp.node.bootstrap", "mvp.node.stage", "mvp.node.prompt"),
+    *("mvp.worker.engine", "host.cpu", "host.memory"),
+)
 HTTP, WEB = "prompt_gateway.http", "datastream_collector.web"
 
 
@@ -108,6 +113,28 @@ def test_the_openai_client_talks_to_the_real_model(stack: Stack) -> None:
     with stack.client() as plain:
         done = plain.complete(messages=turns, max_tokens=20)
     assert (done.final_text, done.tokens_generated) == (text, whole.usage and whole.usage.completion_tokens)
+
+
+@pytest.mark.spec("S1 8", "S1 8.3")
+def test_every_kind_of_record_of_a_real_run_is_collected(stack: Stack) -> None:
+    stack.ask("Say hello.", max_tokens=4)
+
+    def missing() -> list[str]:
+        found = {(record.stream, record.channel) for record in stack.archive.records()}
+        wanted = [("mvp-orchestrator/1", f"mvp.{name}") for name in OWN_CHANNELS]
+        wanted += [("1/1", name) for name in WORKER_CHANNELS]
+        return [f"{stream} {channel}" for stream, channel in wanted if (stream, channel) not in found]
+
+    wait_for("records of all kinds", lambda: not missing(), 20)
+    positions = [r["position"] for r in _frames(stack) if r["stream"] == "1/1"]
+    assert positions == sorted(set(positions)), "a worker's positions are its own"
+    secrets = [file.read_bytes().strip() for file in (stack.run_dir / "keys").rglob("*") if file.is_file()]
+    text = stack.archive.path.read_bytes()
+    assert secrets and not any(secret in text for secret in secrets)
+
+
+def _frames(stack: Stack) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stack.archive.path.read_bytes().splitlines() if line.endswith(b"}")]
 
 
 def test_metrics_count_what_happened(stack: Stack) -> None:
