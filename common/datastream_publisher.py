@@ -12,7 +12,7 @@ from typing import Any
 
 from common.actors import Actor, Ctx
 from common.datastream import Backoff, Drain, Emit, Redact, SeqRanges, channel_name, emitted, keep
-from common.effects import SendFailed, StopSignal
+from common.effects import SendFailed, StopSignal, ViewChanged
 from common.limits import STREAM_BATCH_BYTES_MAX, STREAM_BATCH_MS
 from common.messages.stream import (
     ChannelDeclaration,
@@ -194,7 +194,7 @@ class DatastreamPublisherActor(Actor):
     themselves leave through this actor's ctx. A repeat with the same flow_id changes nothing, a new one replaces.
     """
 
-    Incoming = (DatastreamSubscribe, Emit, Drain, SendFailed, StopSignal)
+    Incoming = (DatastreamSubscribe, Emit, Drain, SendFailed, StopSignal, ViewChanged)
 
     def __init__(self, endpoint: StreamProducer, on_subscribe: Callable[[Subscription], None] | None = None) -> None:
         self.endpoint = endpoint
@@ -208,9 +208,15 @@ class DatastreamPublisherActor(Actor):
         """S1 6.7: "waiting for subscription" or "subscription accepted"."""
         return "subscription accepted" if self.endpoint.subscription else "waiting for subscription"
 
+    def on_start(self, ctx: Ctx) -> None:
+        """Know whether the subscriber is there."""
+        ctx.watch("routes")
+
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """Take frames and subscriptions."""
         match msg:
+            case ViewChanged():
+                self._pump(ctx)
             case Emit():
                 self.endpoint.emit(msg.channel, msg.payload)
                 self._due(ctx)
@@ -256,10 +262,15 @@ class DatastreamPublisherActor(Actor):
             ctx.timer("batch", STREAM_BATCH_MS)
 
     def _pump(self, ctx: Ctx) -> None:
-        if self._holding:
+        if self._holding or not self._is_there(ctx):
             return
         while (message := self.endpoint.take()) is not None and self.endpoint.subscription is not None:
             ctx.send(self.endpoint.subscription.collector, message)
+
+    def _is_there(self, ctx: Ctx) -> bool:
+        """What is sent to a collector that is no more waits for a route, and is lost without a word if we end first."""
+        to, routes = self.endpoint.subscription, ctx.views.routes
+        return to is not None and (not routes.known or routes.owner(to.collector) is not None)
 
 
 def _size(frame: Frame) -> int:

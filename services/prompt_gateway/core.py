@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from common.actors import Ctx, Inbox
 from common.addresses import Role
+from common.codec import Message
 from common.config_slices import GatewaySlice
 from common.effects import Exit, Log, SendFailed, StopSignal
-from common.limits import RPC_CLOSED_MS, RPC_CONNECTIONS_MAX
+from common.limits import EXIT_DRAIN_MS, OWN_RETRY_MS, RPC_CLOSED_MS, RPC_CONNECTIONS_MAX, SERVICE_STOP_MS
 from common.messages.edge import SequenceBegun
 from common.messages.prompt import PromptEvent, RequestCancelled, TokenizerEvent
 from common.messages.serve import (
@@ -63,10 +64,13 @@ from services.prompt_gateway.wire import (
 )
 
 CLIENT_CLOSE_MS = RPC_CLOSED_MS * 3 // 4  # the orchestrator waits RPC_CLOSED_MS: the answer needs time to get there
+EXIT_CLOSE_MS = (SERVICE_STOP_MS - EXIT_DRAIN_MS) * 3 // 4  # after SIGTERM: the last words need their time as well
 HALF_CLOSE_PROBE_MS = 500  # a client that closed its sending side may be gone: how long it can stay unnoticed
 CONNECTIONS_HELD_MAX = 2 * RPC_CONNECTIONS_MAX  # served ones and those that are being told that there is no place
 
 RPC_TIMER = "rpc:close"
+UNSAID_TIMER = "rpc:unsaid"
+SAID_UNTIL_HEARD = (PromptRpcReady, ServingFailed, ShutdownRequested)
 CLIENT_TIMER = "client:"
 PROBE_TIMER = "probe:"
 
@@ -127,6 +131,10 @@ class GatewayActor(ServiceActor):
         self.edges = TokenEdges()
         self._run: OpenPromptRpc | None = None
         self._opener = b""
+        self._next_run: tuple[OpenPromptRpc, bytes] | None = None
+        """What another orchestrator asked for while the run before it is being settled."""
+        self._unsaid: dict[type, Message] = {}
+        """What the bus could not deliver to the orchestrator, and is said again."""
         self._bind = ("", 0)
         self._next_prompt_id = 1
         self._close_askers: list[bytes] = []
@@ -153,7 +161,7 @@ class GatewayActor(ServiceActor):
             case RepliesPending():
                 self._drain_replies(ctx)
             case OpenPromptRpc():
-                self._on_open(msg, ctx)
+                self._on_open(msg, ctx.sender, ctx)
             case Listening() | ListenFailed():
                 self._on_listening(msg, ctx)
             case CloseRpc():
@@ -187,6 +195,8 @@ class GatewayActor(ServiceActor):
         if key in (CANCEL_TIMER, DEAD_TIMER):
             if self.loop:
                 self.loop.on_timer(key, ctx)
+        elif key == UNSAID_TIMER:
+            self._say_again(ctx)
         elif key == PUMP_TIMER:
             self.edges.pump_due(ctx)
         elif key == RPC_TIMER:
@@ -228,13 +238,20 @@ class GatewayActor(ServiceActor):
             return
         self._exiting = True
         self._close(f"the prompt gateway was stopped by {signal.name}", ctx)
+        if self.state is RpcState.CLOSING:
+            ctx.timer(RPC_TIMER, EXIT_CLOSE_MS)
 
     # --- opening and closing the RPC ----------------------------------------------------------------------------
-    def _on_open(self, msg: OpenPromptRpc, ctx: Ctx) -> None:
+    def _on_open(self, msg: OpenPromptRpc, opener: bytes, ctx: Ctx) -> None:
         if msg == self._run and self.state in (RpcState.BINDING, RpcState.OPEN):
-            self._opener = ctx.sender
+            self._opener = opener
             if self.state is RpcState.OPEN:
                 ctx.send(self._opener, PromptRpcReady(addr=join_addr(*self._bind)))
+            return
+        if self.state is not RpcState.CLOSED and opener != self._opener and not self._exiting:
+            # One orchestrator is one run: this one's predecessor is gone, and its lease would last for a minute.
+            self._next_run = (msg, opener)
+            self._close("another run begins", ctx)
             return
         error, where = "", ("", 0)
         if self.config is None:
@@ -250,9 +267,9 @@ class GatewayActor(ServiceActor):
             except ValueError as bad:
                 error = f"the prompt RPC cannot be bound: {bad}"
         if error:
-            ctx.reply(PromptRpcFailed(error=error))
+            ctx.send(opener, PromptRpcFailed(error=error))
             return
-        self.state, self._run, self._opener, self._bind = RpcState.BINDING, msg, ctx.sender, where
+        self.state, self._run, self._opener, self._bind = RpcState.BINDING, msg, opener, where
         ctx.effect(ListenTcp(*where))
 
     def _on_listening(self, msg: Listening | ListenFailed, ctx: Ctx) -> None:
@@ -299,6 +316,8 @@ class GatewayActor(ServiceActor):
     def _closed(self, ctx: Ctx) -> None:
         ctx.cancel(RPC_TIMER)
         self.edges.close(ctx)
+        ctx.cancel(UNSAID_TIMER)
+        self._unsaid.clear()
         self.state, self._run, self._suspension = RpcState.CLOSED, None, None
         if self.loop:
             self._next_prompt_id = self.loop.next_id
@@ -306,17 +325,27 @@ class GatewayActor(ServiceActor):
         for asker in self._close_askers:
             ctx.send(asker, RpcClosed(settled=self._settled))
         self._close_askers.clear()
+        next_run, self._next_run = self._next_run, None
         if self._exiting:
             ctx.effect(Exit(0))
+        elif next_run is not None:
+            self._on_open(*next_run, ctx)
 
     def _on_send_failed(self, failed: SendFailed, ctx: Ctx) -> None:
         if self.loop:
             self.loop.send_failed(failed, ctx)
-        if isinstance(failed.message, ShutdownRequested):
-            self._shutdown_asked = False
         if failed.dst == self._opener:
+            if self.state is RpcState.OPEN and isinstance(failed.message, SAID_UNTIL_HEARD):
+                self._unsaid[type(failed.message)] = failed.message
+                ctx.timer(UNSAID_TIMER, OWN_RETRY_MS)
             name = type(failed.message).__name__
             ctx.effect(Log("warning", f"{name} did not reach the orchestrator: {failed.reason}"))
+
+    def _say_again(self, ctx: Ctx) -> None:
+        """Unheard, a broken gateway would fault every prompt for ever, and a client's shutdown would be lost."""
+        unsaid, self._unsaid = self._unsaid, {}
+        for message in unsaid.values():
+            ctx.send(self._opener, message)
 
     def _drain_replies(self, ctx: Ctx) -> None:
         for _, inbox in self._inboxes.values():

@@ -73,6 +73,8 @@ class SimHost(Member):
         self.on_exit: list[Callable[[SimHost], None]] = []
         self.before_turn: list[Callable[[], None]] = []
         self.emit_to = b""
+        self.back_ms = 100
+        """How long after its end a supervisor starts it again."""
         self._signals = 0
         self._closing_until = -1
         self._drained = False
@@ -254,13 +256,16 @@ class ClusterWorld(BusWorld):
     def owner_of(self, connection: Connection) -> Process | None:
         found = self._diallers.get(connection.conn)
         if found is None or found.connections.get(connection.plane) is not connection:
-            found = next(
-                (one for one in self.diallers() if one.connections.get(connection.plane) is connection), None
-            )
+            found = next((one for one in self.diallers() if one.connections.get(connection.plane) is connection), None)
             if found is None:
                 return None
             self._diallers[connection.conn] = found
         return found.owner if found.owner.alive else None
+
+    def new_address(self) -> bytes:
+        """As random ones: also their first bytes tell them apart."""
+        self._addresses += 1
+        return hashlib.sha256(b"actor %d" % self._addresses).digest()
 
     # --- what leaves a process ------------------------------------------------------------------------------------
     def emitted(self, data: bytes, what: str) -> None:

@@ -1,0 +1,366 @@
+"""What a seed draws: the shape of the cluster, its clients, and a list of faults; and how each fault is done.
+
+A fault carries its own random numbers, so that leaving one out changes none of the others (the shrinking in
+cluster_run). kind "light" plans hold only what a run has to survive (the table of design.md 2), one at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.addresses import Role
+from common.messages.node_agent import RuntimeReadyAck, StopRun
+from common.messages.orchestrator import (
+    EndpointWire,
+    ObserveNodeRuntimeReady,
+    ObserveNodeRuntimeReadyAck,
+    ObserveStageFault,
+    ObserveStageReady,
+    ObserveStageStopped,
+    ObserveWeightsReady,
+)
+from common.messages.prompt import Done, Fault, RequestCancelled, TextDelta
+from tests.sim.bus_world import Connection
+from tests.sim.cluster_clients import Script
+from tests.sim.cluster_world import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.cluster_run import Cluster
+
+FAULTS_MS = 22_000
+STARTED_MS = 4_000  # by then most runs serve
+LIGHT_APART_MS = 9_000
+STOP_KINDS = ("stop_word", "sigterm")
+SURVIVED = ("stall", "cut", "half_open", "freeze", "crash", "slow_disk", "delays", "forge", "engine_fault")
+DEADLY = (
+    "engine_death",
+    "engine_fatal",
+    "worker_exit",
+    "worker_stall",
+    "partition",
+    "gateway_apart",
+    "long_freeze",
+    "long_stall",
+)
+PROVIDER = ("prepare_error", "start_error", "start_slow", "complete_error", "stop_error", "stop_slow")
+SERVICE_DEATHS = ("crash_gateway", "crash_provisioner", "crash_orchestrator")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultAt:
+    """One fault. a, b: its random numbers in [0, 1)."""
+
+    at_ms: int
+    kind: str
+    a: float
+    b: float
+
+    def __str__(self) -> str:
+        return f"{self.at_ms} ms {self.kind}({self.a:.3f}, {self.b:.3f})"
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that a seed decides; together with the seed it is the whole run."""
+
+    seed: int
+    light: bool
+    embedded: bool
+    relay: bool
+    hwm: int
+    delay_ms: tuple[int, int]
+    skew: bool
+    second_run: bool
+    safety_ms: int = 0
+    """How long the safety phase lasts at least; else it ends soon after the last fault and client."""
+    clients: list[Script] = field(default_factory=list)
+    faults: list[FaultAt] = field(default_factory=list)
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(seed * 9973 + 5)
+    light = seed % 3 == 0
+    plan = Plan(
+        seed,
+        light=light,
+        embedded=rng.random() < 0.6,
+        relay=rng.random() < 0.5,
+        hwm=2000 if light else rng.choice([50, 300, 2000]),
+        delay_ms=rng.choice([(0, 1), (0, 3), (1, 15)] if light else [(0, 1), (0, 3), (1, 20), (10, 80)]),
+        skew=rng.random() < 0.5,
+        second_run=rng.random() < 0.25,
+    )
+    plan.clients = [_client(rng, light) for _ in range(rng.randint(1, 4))]
+    if light:
+        at = rng.randint(0, 6000)
+        for _ in range(rng.randint(1, 3)):
+            plan.faults.append(FaultAt(at, rng.choice(SURVIVED), rng.random(), rng.random()))
+            at += LIGHT_APART_MS + rng.randint(0, 4000)
+        return plan
+    kinds = list(rng.sample(SURVIVED, rng.randint(1, 5)))
+    kinds += rng.sample(DEADLY, rng.choice([0, 1, 1, 2]))
+    if rng.random() < 0.25:
+        kinds += rng.sample(PROVIDER, rng.randint(1, 2))
+    if rng.random() < 0.2:
+        kinds += rng.sample(SERVICE_DEATHS, 1)
+    if rng.random() < 0.35:
+        kinds += rng.sample(STOP_KINDS, rng.randint(1, 2))
+    for _ in range(rng.randint(1, 12)):
+        kind = rng.choice(kinds)
+        at = 0 if kind in PROVIDER else rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS]))
+        plan.faults.append(FaultAt(at, kind, rng.random(), rng.random()))
+    plan.faults.sort(key=lambda fault: fault.at_ms)
+    return plan
+
+
+def _client(rng: random.Random, light: bool) -> Script:
+    habits = ["normal"] * 5 + ["disconnect", "abort", "second", "half_close", "slow", "linger", "garbage"]
+    if not light:
+        habits += ["stuck", "shutdown"]
+    habit = rng.choice(habits)
+    big = habit in ("slow", "stuck") and rng.random() < 0.5
+    return Script(
+        at_ms=rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS // 2, FAULTS_MS])),
+        prompts=rng.randint(1, 4),
+        tokens=rng.choice([1, 5, 20, 60]) if not big else 40,
+        size=20_000 if big else rng.choice([1, 1, 50]),
+        habit=habit,
+        after_ms=rng.choice([0, 1, 20, 200, 1500]),
+    )
+
+
+# --- doing it -----------------------------------------------------------------------------------------------------
+def _pick(cluster: Cluster, a: float, names: list[str]) -> str:
+    return names[int(a * len(names))] if names else ""
+
+
+def _connection(cluster: Cluster, a: float, only: str = "") -> Connection | None:
+    found = [
+        connection
+        for dialler in cluster.world.diallers()
+        if not only or dialler.owner.name == only
+        for _, connection in sorted(dialler.connections.items())
+        if connection.established and not connection.cut
+    ]
+    return found[int(a * len(found))] if found else None
+
+
+def _stall(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
+    if (connection := _connection(cluster, fault.a)) is not None:
+        cluster.world.stall(connection, int(low + fault.b * (high - low)))
+
+
+def _long_stall(cluster: Cluster, fault: FaultAt) -> None:
+    _stall(cluster, fault, 3000, 12_000)
+
+
+def _cut(cluster: Cluster, fault: FaultAt) -> None:
+    if (connection := _connection(cluster, fault.a)) is not None:
+        cluster.world.cut(connection)
+
+
+def _half_open(cluster: Cluster, fault: FaultAt) -> None:
+    if (connection := _connection(cluster, fault.a)) is not None:
+        cluster.world.cut(connection, door_notices_ms=int(200 + fault.b * 10_000))
+
+
+def _freeze(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
+    processes = cluster.world.processes()
+    process = processes[int(fault.a * len(processes))]
+    cluster.world.freeze(process, int(low + fault.b * (high - low)))
+
+
+def _long_freeze(cluster: Cluster, fault: FaultAt) -> None:
+    _freeze(cluster, fault, 3500, 20_000)
+
+
+def _partition(cluster: Cluster, fault: FaultAt) -> None:
+    names = [process.name for process in cluster.world.processes()]
+    cluster.world.partition(_pick(cluster, fault.a, names), int(500 + fault.b * 15_000))
+
+
+def _crash(cluster: Cluster, fault: FaultAt) -> None:
+    names: list[str] = [Role.ROUTER, Role.MEMBERSHIP, Role.COLLECTOR]
+    if cluster.plan.relay:
+        names.append(Role.RELAY)
+    cluster.crash(Role(_pick(cluster, fault.a, names)), int(50 + fault.b * 1500))
+
+
+def _gateway_apart(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.world.partition(Role.GATEWAY, int(6000 + fault.b * 12_000))
+
+
+def _delays(cluster: Cluster, fault: FaultAt) -> None:
+    low = int(fault.a * 30)
+    cluster.world.delay_ms = (low, low + int(fault.b * 100))
+
+
+def _slow_disk(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.disk.slow_until = cluster.world.now + int(500 + fault.a * 6000)
+    cluster.disk.slow_ms = int(5 + fault.b * 300)
+
+
+def _engine(cluster: Cluster, do: Callable[[object], None]) -> None:
+    for worker in cluster.provider.living():
+        do(worker.engine)
+
+
+def _engine_fault(cluster: Cluster, fault: FaultAt) -> None:
+    for worker in cluster.provider.living():
+        worker.engine.fault_next = "the prompt does not fit the context"
+
+
+def _engine_death(cluster: Cluster, fault: FaultAt) -> None:
+    for worker in cluster.provider.living():
+        worker.engine.die("the engine was killed by SIGKILL", -9)
+
+
+def _engine_fatal(cluster: Cluster, fault: FaultAt) -> None:
+    from common.messages.engine import Fatal
+    from worker.agent.events import EngineEvent
+
+    for worker in cluster.provider.living():
+        if worker.engine.running:
+            worker.host.deliver(worker.agent, EngineEvent(Fatal(error="out of memory")))
+            worker.engine.die("the engine ended with status 1", 1)
+
+
+def _worker_exit(cluster: Cluster, fault: FaultAt) -> None:
+    for worker in cluster.provider.living():
+        worker.host.end(-9)
+
+
+def _worker_stall(cluster: Cluster, fault: FaultAt) -> None:
+    """The engine says nothing any more: its agent has to notice."""
+    for worker in cluster.provider.living():
+        worker.engine.hang = True
+
+
+def _forge(cluster: Cluster, fault: FaultAt) -> None:
+    """A worker speaks of another run, node, stage or request; and somebody forges for the worker."""
+    for worker in cluster.provider.living():
+        mine = worker.identity
+        off = int(fault.a * 3)
+        run, node, stage = (mine.run_id + (off == 0), mine.node_id + (off == 1), mine.stage_index + (off == 2))
+        where = {"run_id": run, "node_id": node, "stage_index": stage}
+        send = worker.host.node.system.post
+        to, me = mine.orchestrator, worker.agent
+        reports = [
+            ObserveNodeRuntimeReady(
+                **where,
+                endpoint=EndpointWire(node_key=b"\x11" * 32),
+                node_actor=b"\x12" * 32,
+                datastream_publisher=b"\x13" * 32,
+                readiness_id=77,
+            ),
+            ObserveNodeRuntimeReadyAck(**where, readiness_id=77),
+            ObserveWeightsReady(**where),
+            ObserveStageFault(run_id=run + (off == 1), stage_index=stage, reason="forged"),
+            ObserveStageReady(run_id=run + (off == 1), stage_index=stage),
+            ObserveStageStopped(run_id=run + (off == 1), stage_index=stage),
+            ObserveNodeRuntimeReadyAck(
+                run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index, readiness_id=78
+            ),
+        ]
+        for report in reports:
+            send(to, report, src=me)
+        inbox = cluster.reply_inbox
+        if inbox:
+            number = 1_000_000 + int(fault.b * 1000)
+            for event in (
+                TextDelta(request_id=number, text="FORGED"),
+                Done(
+                    request_id=number,
+                    final_text="FORGED",
+                    tokens_generated=1,
+                    elapsed_ms=1,
+                    prompt_tokens=1,
+                    finish_reason="stop",
+                ),
+                Fault(request_id=number, error="FORGED"),
+            ):
+                send(inbox, event, src=me)
+            send(cluster.address(Role.GATEWAY), RequestCancelled(request_id=number), src=me)
+        worker.host.wake(cluster.world.now)
+        # A service that is no orchestrator, and wrong ids, at the agent's door.
+        run_host = cluster.hosts.get(Role.ORCHESTRATOR)
+        if run_host is not None and run_host.alive:
+            post = run_host.node.system.post
+            wrong = RuntimeReadyAck(**where, readiness_id=1)
+            post(worker.agent, wrong, src=cluster.address(Role.ORCHESTRATOR))
+            post(worker.agent, StopRun(run_id=mine.run_id + 1), src=cluster.address(Role.ORCHESTRATOR))
+            run_host.wake(cluster.world.now)
+
+
+def _provider_fault(name: str, error: str) -> Callable[[Cluster, FaultAt], None]:
+    def do(cluster: Cluster, fault: FaultAt) -> None:
+        setattr(cluster.provider.faults, name, error)
+
+    return do
+
+
+def _start_slow(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.provider.faults.start_slow_ms = int(1000 + fault.a * 130_000 * fault.b)
+
+
+def _stop_slow(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.provider.faults.stop_slow_ms = int(500 + fault.a * 12_000)
+
+
+def _stop_word(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.stop_line()
+
+
+def _sigterm(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.hosts[Role.ORCHESTRATOR].signal("SIGTERM")
+
+
+def _die(role: Role) -> Callable[[Cluster, FaultAt], None]:
+    return lambda cluster, fault: cluster.crash(role, int(50 + fault.b * 1500))
+
+
+DOING: dict[str, Callable[[Cluster, FaultAt], None]] = {
+    "stall": _stall,
+    "long_stall": _long_stall,
+    "cut": _cut,
+    "half_open": _half_open,
+    "freeze": _freeze,
+    "long_freeze": _long_freeze,
+    "partition": _partition,
+    "gateway_apart": _gateway_apart,
+    "crash": _crash,
+    "delays": _delays,
+    "slow_disk": _slow_disk,
+    "engine_fault": _engine_fault,
+    "engine_death": _engine_death,
+    "engine_fatal": _engine_fatal,
+    "worker_exit": _worker_exit,
+    "worker_stall": _worker_stall,
+    "forge": _forge,
+    "prepare_error": _provider_fault("prepare", "the worker binary does not exist"),
+    "start_error": _provider_fault("start", "exec format error"),
+    "start_slow": _start_slow,
+    "complete_error": _provider_fault("complete", "the provider forgot the worker"),
+    "stop_error": _provider_fault("stop", "the worker is stuck in the kernel"),
+    "stop_slow": _stop_slow,
+    "stop_word": _stop_word,
+    "sigterm": _sigterm,
+    "crash_gateway": _die(Role.GATEWAY),
+    "crash_provisioner": _die(Role.PROVISIONER),
+    "crash_orchestrator": _die(Role.ORCHESTRATOR),
+}
+
+
+def do(cluster: Cluster, fault: FaultAt) -> None:
+    """The fault happens now; it does nothing once the run is over or all is healed."""
+    if cluster.healed or cluster.hosts.get(Role.ORCHESTRATOR) is None or not cluster.hosts[Role.ORCHESTRATOR].alive:
+        return
+    cluster.world.note(str(fault))
+    DOING[fault.kind](cluster, fault)
+
+
+__all__ = ["FaultAt", "Plan", "Violation", "do", "draw"]

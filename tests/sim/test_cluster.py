@@ -1,0 +1,156 @@
+"""The whole cluster under faults on virtual time: it serves or it ends with one sentence, whatever happens.
+
+`./dev sim --seeds N` runs more of the same; a failing seed prints the one command that replays it and what is left of
+its plan once every fault that does not matter is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.sim.cluster_clients import Script
+from tests.sim.cluster_faults import DEADLY, PROVIDER, SERVICE_DEATHS, SURVIVED, FaultAt, Plan, draw
+from tests.sim.cluster_main import report_failure
+from tests.sim.cluster_run import play, shrink
+
+ROOT = Path(__file__).parents[2]
+SEEDS_MAX = 500
+CPU_S_MAX = 60.0
+SEEDS_MIN = 100
+"""So many run however slow the machine is."""
+TWICE_EVERY = 25
+
+
+def plan(*faults: FaultAt, clients: list[Script] | None = None, **changes: object) -> Plan:
+    """A plan by hand; it is light unless told otherwise: the run has to survive it."""
+    values: dict[str, object] = {
+        "seed": 1,
+        "light": True,
+        "embedded": True,
+        "relay": True,
+        "hwm": 2000,
+        "delay_ms": (0, 3),
+        "skew": False,
+        "second_run": False,
+        "safety_ms": 20_000,
+    }
+    one = Script(at_ms=0, prompts=3, tokens=20, size=1, habit="normal", after_ms=0)
+    return Plan(**{**values, **changes}, clients=[one] if clients is None else clients, faults=list(faults))  # type: ignore[arg-type]
+
+
+@pytest.mark.spec(
+    "S1 9.4",
+    "S1 9.5",
+    "S1 9.6",
+    "S1 9.7",
+    "S1 9.10",
+    "S1 9.14",
+    "S1 9.15",
+    "S1 9.16",
+    "S1 9.18",
+    "S1 9.19",
+    "S1 9.20",
+    "S1 10.7",
+    "S1 10.12",
+    "S1 10.13",
+)
+def test_whatever_happens_the_run_serves_or_ends_with_one_sentence() -> None:
+    """As many seeds as fit CPU_S_MAX; every TWICE_EVERYth twice, with the same digest."""
+    began = time.process_time()
+    facts: Counter[str] = Counter()
+    statuses: Counter[int] = Counter()
+    seen = 0
+    for seed in range(1, SEEDS_MAX + 1):
+        if seen >= SEEDS_MIN and time.process_time() - began > CPU_S_MAX:
+            break
+        try:
+            outcome = play(draw(seed))
+            if seed % TWICE_EVERY == 0:
+                assert play(draw(seed)).digest == outcome.digest, "the same seed gave another run"
+        except Exception as error:
+            pytest.fail(report_failure(seed, error))
+        seen += 1
+        facts.update(outcome.facts)
+        statuses.update(status for status, _ in outcome.ended)
+    print(f"{seen} seeds in {time.process_time() - began:.0f} s: {dict(facts)}, exit statuses {dict(statuses)}")
+    # The seeds do reach what they are there for.
+    assert facts["done"] > seen and facts["fault"] > seen // 10 and facts["rpc_opened"] > seen // 2
+    assert statuses[0] > seen // 3 and statuses[1] > seen // 10 and facts["converged"] and facts["owner gone"]
+
+
+def test_another_hash_seed_gives_the_same_runs() -> None:
+    command = [sys.executable, "-P", "-m", "tests.sim", "--digest", "--seeds", "6", "--seed", "40"]
+    outputs = []
+    for hash_seed in ("0", "4711"):
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] and len(outputs[0].splitlines()) == 6
+
+
+@pytest.mark.spec("S1 9.10", "S1 9.17")
+def test_without_faults_every_prompt_is_answered_and_the_end_is_clean() -> None:
+    outcome = play(plan())
+    assert outcome.ended == [(0, "")] and outcome.served
+    assert outcome.facts["done"] == 4 and "fault" not in outcome.facts
+    assert outcome.verdicts.keys() <= {"forwarded", "local", "reintroduce", "refused", "gone", "unbound"}
+
+
+@pytest.mark.parametrize("kind", SURVIVED)
+@pytest.mark.parametrize("at_ms", [600, 2600, 6000])
+def test_what_a_run_survives(kind: str, at_ms: int) -> None:
+    """One by one, in start-up, while loading and while serving; both with and without relay and launcher."""
+    for number in range(2):
+        fault = FaultAt(at_ms, kind, (number + 0.5) / 2, 0.9)
+        play(plan(fault, embedded=number == 0, relay=number == 1, seed=number))
+
+
+@pytest.mark.spec("S1 9.15", "S1 10.6", "S1 10.13")
+@pytest.mark.parametrize("kind", [*DEADLY, *PROVIDER, *SERVICE_DEATHS])
+@pytest.mark.parametrize("at_ms", [0, 2600, 6000])
+def test_what_may_end_a_run_ends_it_with_one_sentence(kind: str, at_ms: int) -> None:
+    fault = FaultAt(at_ms, kind, 0.3, 0.9)
+    for embedded in (True, False):
+        play(plan(fault, light=False, embedded=embedded, second_run=True))
+
+
+# --- what the simulation found ------------------------------------------------------------------------------------
+def test_the_run_hears_that_serving_failed_even_if_the_bus_was_down_then() -> None:
+    """The gateway could not reach the worker and said so once, on a bus that was down: the run went on for ever and
+    every prompt was faulted."""
+    cut_off = [FaultAt(6000, "gateway_apart", 0.0, 0.5)]
+    asks = Script(at_ms=9000, prompts=1, tokens=3, size=1, habit="normal", after_ms=0)
+    talks = Script(at_ms=5900, prompts=1, tokens=200, size=1, habit="normal", after_ms=0)
+    outcome = play(plan(*cut_off, light=False, clients=[talks, asks]))
+    assert len(outcome.ended) == 1
+
+
+def test_frames_of_a_worker_are_not_lost_on_a_collector_that_is_gone() -> None:
+    """Sent to the old collector's actor they waited for a route; a worker that ended meanwhile left a silent hole."""
+    for at_ms in range(4000, 7000, 500):
+        play(plan(FaultAt(at_ms, "crash", 0.7, 0.3), relay=False, seed=at_ms))
+
+
+def test_another_run_takes_the_prompt_rpc_over() -> None:
+    """An orchestrator was killed: the next one had to wait for the first one's lease, or failed at its very end."""
+    outcome = play(plan(FaultAt(6000, "crash_orchestrator", 0.3, 0.1), light=False, embedded=False, second_run=True))
+    assert outcome.ended == [(0, "")] and outcome.facts["rpc_opened"] == 2
+
+
+# --- the simulation itself ----------------------------------------------------------------------------------------
+def test_a_failing_plan_is_shortened_to_the_faults_that_matter() -> None:
+    faults = [FaultAt(at, "stall", 0.1, 0.1) for at in range(5)]
+    faults[3] = FaultAt(3, "crash", 0.5, 0.5)
+
+    def fails(candidate: Plan) -> str:
+        return "broken" if any(fault.kind == "crash" for fault in candidate.faults) else ""
+
+    short, why = shrink(plan(*faults), fails)
+    assert why == "broken" and short.faults == [faults[3]] and short.clients == []
