@@ -134,6 +134,8 @@ class Workers:
             case "mvp.node.stage" if content.get("phase") == "weights" and content.get("status") == "ready":
                 for key in ("weights_bytes", "kv_bytes", "layers_held", "max_context", "elapsed_ms"):
                     row[key] = _number(detail.get("layers" if key == "layers_held" else key))
+            case "mvp.node.stage" if content.get("phase") == "edge" and isinstance(detail.get("edge_id"), int):
+                row.setdefault("paths", {})[str(detail["edge_id"])] = shown(str(detail.get("path", "")))[:100]
             case "mvp.node.bootstrap" if content.get("phase") == "engine" and content.get("status") == "ready":
                 row["backend"] = shown(str(detail.get("backend", "")))
             case _ if entry.channel == EDGE_CHANNEL:

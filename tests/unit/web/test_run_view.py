@@ -107,7 +107,10 @@ def test_edges_have_rates(tmp_path: Path) -> None:
     for second in range(3):
         detail = {"edge_id": 2, "records": 40 * second, "bytes": 1000 * second, "latency_ms": 0.4}
         writer.node(3, "mvp.node.edge", {"type": "NodeEvent", "detail": detail}, ms=1000)
+    edge = {"type": "NodeEvent", "phase": "edge", "status": "ready", "detail": {"edge_id": 2, "path": "direct"}}
+    writer.node(3, "mvp.node.stage", edge)
     worker = views(tmp_path / "a.jsonl")[1].section("workers")[1]
+    assert worker["paths"] == {"2": "direct"}
     assert (worker["edges"]["2"]["records_per_s"], worker["edges"]["2"]["latency_ms"]) == (40.0, 0.4)
 
 

@@ -138,9 +138,10 @@
     const rate = active && active.rate ? `${active.rate} tokens/s` : "";
     const edge = (id, workers) => {
       const seen = workers.map((worker) => (worker.edges || {})[id]).find((item) => item) || {};
+      const path = workers.map((worker) => (worker.paths || {})[id]).find((item) => item) || "";
       return make("li", { class: "edge" },
         make("span", { text: seen.records_per_s !== undefined ? `${seen.records_per_s} records/s` : rate }),
-        make("span", { text: seen.latency_ms !== undefined && seen.latency_ms !== null ? `${seen.latency_ms} ms` : "" }));
+        make("span", { text: seen.latency_ms !== undefined && seen.latency_ms !== null ? `${seen.latency_ms} ms` : path }));
     };
     const gateway = (text) => make("li", { class: "node" }, make("b", { text: "gateway" }), make("span", { class: "quiet", text }));
     const items = [gateway("prompts in")];
