@@ -121,14 +121,13 @@ class StageRole:
 
     def threads(self, asked: int) -> int:
         """Threads of this engine's kernels: what was asked for, else OMP_NUM_THREADS; else, where all stages share this
-        machine's cores (their edges do not leave it), its share of them; else 0, all."""
+        machine's cores (a worker that takes edges at an ipc address is beside the run), its share of them; else 0, all."""
         edges, limit = self._edges, os.environ.get("OMP_NUM_THREADS", "")
         if asked or limit.isdecimal():
             return asked or int(limit)
         if edges is None:
             return 0
-        endpoint = edges.outbound.consumer_endpoint
-        is_local = endpoint is not None and any(address.startswith("ipc://") for address in endpoint.candidates)
+        is_local = any(address.startswith("ipc://") for address in self._port.candidates)
         return max(1, len(os.sched_getaffinity(0)) // edges.stage_count) if is_local else 0
 
     def dropped(self) -> None:
