@@ -121,7 +121,7 @@ class StageRole:
 
     def threads(self, asked: int) -> int:
         """Threads of this engine's kernels: what was asked for, else OMP_NUM_THREADS; else, where all stages share this
-        machine's cores (a worker that takes edges at an ipc address is beside the run), its share of them; else 0, all."""
+        machine's cores (taking edges at an ipc address means being beside the run), its share of them; else 0, all."""
         edges, limit = self._edges, os.environ.get("OMP_NUM_THREADS", "")
         if asked or limit.isdecimal():
             return asked or int(limit)
