@@ -80,6 +80,7 @@ typedef struct {
   const Signal* step;  // tells that the step is over
   u32 number;          // of the step
   i32 threads, late;   // late: the step went on without this thread
+  i32 tid;             // 0: the main thread, whose step it is
 } Walk;
 
 typedef struct {
@@ -111,6 +112,17 @@ AI int claim(Walk* w, Share* s) {
   }
   if (w->late) return 0;
   u64 seen = __atomic_load_n(&w->phase->next, __ATOMIC_ACQUIRE), next;
+  // Only the main thread opens a phase. A helper that lags may read the next step's program under its own number, and
+  // would claim chunks in a phase that its step does not have.
+  for (int i = 0; w->tid && (i32)((u32)(seen >> 32) - w->number) < 0; i++) {
+    if ((u32)__atomic_load_n(&w->step->value, __ATOMIC_ACQUIRE) != w->number) {
+      w->late = 1;
+      return 0;
+    }
+    if (i < PHASE_SPINS) relax();
+    else yield();
+    seen = __atomic_load_n(&w->phase->next, __ATOMIC_ACQUIRE);
+  }
   u32 index;
   do {
     const u32 number = (u32)(seen >> 32);

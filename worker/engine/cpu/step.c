@@ -252,7 +252,7 @@ NI void run_step(Control* c, int tid, u32 number) {
   s.rope = c->shared[6];
   lay_out(s.plan, c->shared[5], tid, c->threads, &s.s);
   s.rows = c->rows;
-  s.walk = (Walk){s.s.phases, &c->step, number, c->threads, 0};
+  s.walk = (Walk){s.s.phases, &c->step, number, c->threads, 0, tid};
   for (i64 layer = 0; layer < s.plan->layers && !c->skip_blocks && !s.walk.late; layer++) {
     s.walk.phase = s.s.phases + layer * PHASES;
     block(&s, layer);
