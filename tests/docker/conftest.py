@@ -36,6 +36,7 @@ def engine() -> Iterator[TestEngine]:
     made = TestEngine(folder)
     try:
         made.start()
+        made.clear()
         made.build_base()
         made.build("Dockerfile", HABIT_IMAGE, HERE / "habits")
         yield made

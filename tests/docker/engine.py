@@ -103,12 +103,21 @@ class TestEngine:
             # dockerd adopts it at its next start when it lives on.
             int(pid_file.read_text())
 
+    def clear(self) -> None:
+        """Remove what a test run that was killed has left in the data: images stay."""
+        api = self.client()
+        for found in api.containers(all=True):
+            api.remove_container(found["Id"], force=True, v=True)
+        for network in api.networks():
+            if network["Name"] not in ("bridge", "host", "none"):
+                api.remove_network(network["Id"])
+        for volume in api.volumes()["Volumes"] or []:
+            api.remove_volume(volume["Name"], force=True)
+
     def close(self) -> None:
         """No container, process, interface or lock is left."""
         with contextlib.suppress(Exception):
-            api = self.client()
-            for found in api.containers(all=True):
-                api.remove_container(found["Id"], force=True, v=True)
+            self.clear()
         self.end()
         subprocess.run(["ip", "link", "del", BRIDGE], stderr=subprocess.DEVNULL, check=False)
         self._lock.close()
