@@ -114,6 +114,8 @@ def draw(seed: int) -> Plan:
         at = 0 if kind in PROVIDER else rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS]))
         plan.faults.append(FaultAt(at, kind, rng.random(), rng.random()))
     plan.faults.sort(key=lambda fault: fault.at_ms)
+    # Long faults need their time before all heals.
+    plan.safety_ms = plan.faults[-1].at_ms + rng.choice([0, 0, 8000, 20_000])
     return plan
 
 
@@ -126,7 +128,7 @@ def _client(rng: random.Random, light: bool) -> Script:
     return Script(
         at_ms=rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS // 2, FAULTS_MS])),
         prompts=rng.randint(1, 4),
-        tokens=rng.choice([1, 5, 20, 60]) if not big else 40,
+        tokens=rng.choice([1, 5, 20, 60, 600]) if not big else 40,
         size=20_000 if big else rng.choice([1, 1, 50]),
         habit=habit,
         after_ms=rng.choice([0, 1, 20, 200, 1500]),

@@ -144,6 +144,17 @@ def test_another_run_takes_the_prompt_rpc_over() -> None:
     assert outcome.ended == [(0, "")] and outcome.facts["rpc_opened"] == 2
 
 
+@pytest.mark.spec("S1 6.11", "S1 9.10")
+def test_a_prompt_ends_although_its_worker_was_out_of_reach_for_a_while() -> None:
+    """Too short for a death, too long for the bus: the worker dropped the request in silence, and the prompt and all
+    behind it waited for ever."""
+    long = Script(at_ms=6000, prompts=1, tokens=600, size=1, habit="normal", after_ms=0)
+    for ms in (7500, 9500):
+        fault = FaultAt(7000, "partition", 0.97, (ms - 500) / 15_000)
+        outcome = play(plan(fault, light=False, clients=[long], safety_ms=28_000))
+        assert outcome.ended == [(0, "")] and outcome.facts["fault"] == 1 and outcome.facts["done"] == 1
+
+
 # --- the simulation itself ----------------------------------------------------------------------------------------
 def test_a_failing_plan_is_shortened_to_the_faults_that_matter() -> None:
     faults = [FaultAt(at, "stall", 0.1, 0.1) for at in range(5)]

@@ -209,6 +209,7 @@ class NodeAgentActor(Actor):
                 for report in self._unheard.values():
                     ctx.send(self.orchestrator, report)
                 self._unheard.clear()
+                self.desk.say_again(ctx)
             case vigil.PROGRESS_TIMER:
                 self.vigil.timer_due(ctx)
             case vigil.PAGE_TIMER:
@@ -371,7 +372,8 @@ class NodeAgentActor(Actor):
     def _send_failed(self, msg: SendFailed, ctx: Ctx) -> None:
         """S1 6.11. Readiness repeats itself; other reports are given again; answers without a listener are ended."""
         if msg.dst != self.orchestrator:
-            self.desk.send_failed(msg, ctx)
+            if self.desk.send_failed(msg, ctx):
+                ctx.timer("resend", REPORT_RESEND_MS)
         elif isinstance(msg.message, Observation):
             self._unheard[type(msg.message)] = msg.message
             ctx.timer("resend", REPORT_RESEND_MS)

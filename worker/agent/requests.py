@@ -40,6 +40,11 @@ from worker.agent.events import EngineSend
 
 TOKENIZER_JOBS_MAX = 256  # the gateway keeps at most 32 decodes of its one prompt under way (design.md 4)
 
+UNHEARD_MAX = 2 * TOKENIZER_JOBS_MAX
+ANSWER_TRIES_MAX = 30  # each two seconds: a listener that is out of reach for a minute has given up long before
+NOBODY_LISTENS = frozenset({"peer_lost", "refused", "unsupported"})
+Answer = TextDelta | Done | Fault | RequestCancelled | PromptEncoded | TokensDecoded | TokenizerFault
+
 Record = Callable[[Ctx, str, str, dict[str, Any]], None]
 """(ctx, phase, status, detail): a NodeEvent of the prompt channel. Never the prompt's text."""
 
@@ -68,6 +73,12 @@ class RequestDesk:
     tokenizer: deque[_TokenizerJob] = field(default_factory=deque)
     cancellers: dict[int, list[bytes]] = field(default_factory=dict)
     """Per request: who waits for RequestCancelled."""
+    _unheard: dict[tuple[bytes, int], Message] = field(default_factory=dict)
+    """Terminals that the bus could not deliver, by listener and request."""
+    _said: dict[tuple[bytes, int], int] = field(default_factory=dict)
+    """How often those of the last round were said again."""
+    _cut: tuple[bytes, int] | None = None
+    """The last generation of whose text a part was not delivered: no Done may follow."""
 
     @property
     def owed(self) -> bool:
@@ -167,16 +178,43 @@ class RequestDesk:
             case _:
                 pass
 
-    def send_failed(self, failed: SendFailed, ctx: Ctx) -> None:
-        """An answer did not arrive: nobody listens any more, so the engine need not go on (S1 6.11)."""
-        request_id = getattr(failed.message, "request_id", None)
-        running = self._running(request_id) if isinstance(request_id, int) else None
-        if running is None or failed.dst != running.reply_to:
-            return
-        running.is_cancelled = True
-        detail = {"request_id": running.request_id, "error": f"the answer was not delivered: {failed.reason}"}
-        self.record(ctx, "cancel", "started", detail)
-        ctx.effect(EngineSend(Cancel(request_id=running.request_id)))
+    def send_failed(self, failed: SendFailed, ctx: Ctx) -> bool:
+        """An answer did not arrive, so the engine need not go on (S1 6.11). Who asked may only be out of reach for a
+        while: without a terminal he would wait for ever. True: `say_again` has something to say."""
+        message = failed.message
+        if not isinstance(message, Answer):
+            return False
+        key = (failed.dst, message.request_id)
+        error = f"the answer was not delivered: {failed.reason}"
+        running = self.active if self.active and key == (self.active.reply_to, self.active.request_id) else None
+        if running and not running.is_cancelled:
+            running.is_cancelled = True
+            self.record(ctx, "cancel", "started", {"request_id": running.request_id, "error": error})
+            ctx.effect(EngineSend(Cancel(request_id=running.request_id)))
+        if failed.reason in NOBODY_LISTENS:
+            self._unheard.pop(key, None)
+            return False
+        again: Message = message
+        if isinstance(message, TextDelta):
+            self._cut = key
+            if running is None:
+                return False  # its terminal is behind it, and failed with it
+            again = Fault(request_id=message.request_id, error=error)
+        elif isinstance(message, Done) and self._cut == key:
+            again = Fault(request_id=message.request_id, error=error)
+        elif isinstance(message, PromptEncoded | TokensDecoded):
+            again = TokenizerFault(request_id=message.request_id, error=error)
+        if self._said.get(key, 0) >= ANSWER_TRIES_MAX or len(self._unheard) >= UNHEARD_MAX:
+            return False
+        self._unheard[key] = again
+        return True
+
+    def say_again(self, ctx: Ctx) -> None:
+        """What was not delivered; a failure comes back through `send_failed`."""
+        unheard, self._unheard = self._unheard, {}
+        self._said = {key: self._said.get(key, 0) + 1 for key in unheard}
+        for (dst, _), message in unheard.items():
+            ctx.send(dst, message)
 
     def fail_all(self, error: str, ctx: Ctx, *, engine_gone: bool) -> None:
         """Settle everything at once. engine_gone False: the generation is also cancelled, and awaited as such."""
@@ -232,3 +270,4 @@ class RequestDesk:
         """Invariants for validation."""
         assert len(self.tokenizer) <= TOKENIZER_JOBS_MAX
         assert all(self.cancellers.values()), "a cancel that nobody waits for"
+        assert len(self._unheard) <= UNHEARD_MAX and len(self._said) <= UNHEARD_MAX

@@ -182,6 +182,39 @@ def test_an_answer_without_a_listener_ends_the_request() -> None:
     assert agent.sent() == []
 
 
+@pytest.mark.spec("S1 6.11", "S1 9.10")
+def test_a_listener_that_is_out_of_reach_for_a_while_still_gets_its_one_terminal() -> None:
+    """Found by tests/sim: the generation was cancelled in silence, and the prompt waited for ever."""
+    agent = ready_agent()
+    agent.tell(prompt(5))
+    agent.told()
+    agent.tell(SendFailed(GATEWAY_INBOX, TextDelta(request_id=5, text="x"), "link_down"))
+    assert agent.told() == [Cancel(request_id=5)]
+    agent.engine(Cancelled(request_id=5))
+    assert agent.sent() == []
+    fault = Fault(request_id=5, error="the answer was not delivered: link_down")
+    for _ in range(2):
+        agent.advance(2000)
+        assert agent.sent() == [(GATEWAY_INBOX, fault)]
+        agent.tell(SendFailed(GATEWAY_INBOX, fault, "link_down"))
+    agent.tell(SendFailed(GATEWAY_INBOX, fault, "peer_lost"))
+    agent.advance(2000)
+    assert agent.sent() == []
+
+
+@pytest.mark.spec("S1 9.10")
+def test_a_done_that_was_not_delivered_is_said_again_but_never_after_lost_text() -> None:
+    agent = ready_agent()
+    done = Done(request_id=5, final_text="x", tokens_generated=1, elapsed_ms=1, prompt_tokens=1, finish_reason="stop")
+    agent.tell(SendFailed(GATEWAY_INBOX, done, "link_down"))
+    agent.advance(2000)
+    assert agent.sent() == [(GATEWAY_INBOX, done)]
+    agent.tell(SendFailed(GATEWAY_INBOX, TextDelta(request_id=5, text="x"), "link_down"))
+    agent.tell(SendFailed(GATEWAY_INBOX, done, "link_down"))
+    agent.advance(2000)
+    assert [type(message) for _, message in agent.sent()] == [Fault]
+
+
 def test_tokenizer_work_is_answered_in_order_at_its_reply_to() -> None:
     agent = ready_agent()
     other = b"h" * 32
