@@ -100,3 +100,18 @@ def provider_start_ms(provider: str) -> int:
 def provider_stop_ms(provider: str) -> int:
     """How long the stop of one worker may take: above every grace; rented machines until a list shows them gone."""
     return 120_000 if provider == "vastai" else 30_000
+
+
+# --- edges (worker/edges/core.py) ---------------------------------------------------------------------------------
+EDGE_CHUNK_BYTES = 64 * 1024  # one data frame: small beside a socket buffer, large beside its header
+EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so silence means unreachable
+EDGE_OPEN_MS = 20_000  # all candidates, again and again, before the first answer of any
+EDGE_NOT_YET_MS = 250
+EDGE_RESUME_MS = 5000  # a broken connection without a welcome
+EDGE_PROBE_MS = 1000  # bytes are on their way and nothing came back: ask where the consumer is
+TOKEN_EDGES_PUMP_MS = (
+    100  # the gateway's look at its edges' deadlines, 250 ms and more; bytes wake its loop by themselves
+)
+ENGINE_HEARTBEAT_MS = 1000  # of a stage that waits for work; the agent's limit is WORKER_SILENT_MS_SERVING
+DECODE_WINDOW_MESSAGES = 32  # decodes on their way (design.md 4); the tokenizer's host bounds them, too
+PLAN_LIMIT_MS = 30_000  # the index of a local file; only a hung network file system takes longer

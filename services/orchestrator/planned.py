@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from common.actors import Ctx
 from common.addresses import NONCE_BYTES, Role
 from common.effects import JobDone, RunJob
-from common.limits import PROVIDER_START_MS
+from common.limits import PLAN_LIMIT_MS, PROVIDER_START_MS
 from common.messages.node_agent import StageProvisionWire
 from common.messages.orchestrator import (
     EndpointWire,
@@ -34,7 +34,6 @@ from services.orchestrator.planner import PlanError, RunPlan, inbound_wire, node
 from services.orchestrator.planner_facts import PLAN_JOB
 from services.orchestrator.startup import StartUp
 
-PLAN_LIMIT_MS = 30_000  # the index of a local file; only a hung network file system takes longer
 TOKEN_ENDPOINTS = ("TokenIn", "TokenOut")
 
 

@@ -15,6 +15,7 @@ from common.codec import Message
 from common.edge_records import Record, encode_record
 from common.effects import Effect
 from common.host import Host
+from common.limits import TOKEN_EDGES_PUMP_MS
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
 from common.messages.orchestrator import EndpointWire
 from common.messages.serve import (
@@ -28,7 +29,6 @@ from worker.edges.carrier import Carried, EdgeCarrierActor, carrier_address
 from worker.edges.port import EdgePort
 
 PUMP_TIMER = "edges:pump"
-PUMP_MS = 100  # deadlines of edges are 250 ms and more; arriving bytes wake the loop by themselves
 
 
 # --- effects ------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class TokenEdges:
                 self._opener, self.failed = ctx.sender, ""
                 self.token_out = msg.token_out.edge_id
                 ctx.effect(ListenTokenOut(msg.run, msg.token_out))
-                ctx.timer(PUMP_TIMER, PUMP_MS)
+                ctx.timer(PUMP_TIMER, TOKEN_EDGES_PUMP_MS)
             case TokenOutBound():
                 if msg.error:
                     ctx.send(self._opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
@@ -183,7 +183,7 @@ class TokenEdges:
         """PUMP_TIMER."""
         if self.token_out is not None:
             ctx.effect(PumpEdges())
-            ctx.timer(PUMP_TIMER, PUMP_MS)
+            ctx.timer(PUMP_TIMER, TOKEN_EDGES_PUMP_MS)
 
     def close(self, ctx: Ctx) -> None:
         """The run is over; idempotent."""

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, RecordError
+from common.limits import (
+    EDGE_CHUNK_BYTES,
+    EDGE_DIAL_MS,
+    EDGE_NOT_YET_MS,
+    EDGE_OPEN_MS,
+    EDGE_PROBE_MS,
+    EDGE_RESUME_MS,
+)
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 
-EDGE_CHUNK_BYTES = 64 * 1024  # one data frame: small beside a socket buffer, large beside its header
-EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so silence means unreachable
-EDGE_OPEN_MS = 20_000  # all candidates, again and again, before the first answer of any
-EDGE_NOT_YET_MS = 250
-EDGE_RESUME_MS = 5000  # a broken connection without a welcome
-EDGE_PROBE_MS = 1000  # bytes are on their way and nothing came back: ask where the consumer is
 RELAY = "relay"
 """The candidate that stands for the bus's edge plane."""
 

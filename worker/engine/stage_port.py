@@ -14,6 +14,7 @@ from common.bus import KeyPair
 from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
+from common.limits import ENGINE_HEARTBEAT_MS
 from common.messages.engine import (
     Cancel,
     CloseEdges,
@@ -44,9 +45,6 @@ class EdgeOpened:
     """For the main thread: an edge is ready."""
 
     edge_id: int
-
-
-HEARTBEAT_MS = 1000  # of an idle engine; the agent's limit is a minute
 
 
 def now_ms() -> int:
@@ -102,7 +100,7 @@ class StagePort:
             return
         at = now_ms()
         if self._opened and at >= self._beats_ms:
-            self._beats_ms = at + HEARTBEAT_MS
+            self._beats_ms = at + ENGINE_HEARTBEAT_MS
             if self._mailbox.is_waiting:
                 self.alive()
         while self._orders:

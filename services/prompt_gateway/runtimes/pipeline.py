@@ -17,6 +17,7 @@ from common.actors import Ctx
 from common.addresses import short
 from common.codec import Message
 from common.edge_records import Record, decode_tokens, encode_tokens
+from common.limits import DECODE_WINDOW_MESSAGES
 from common.messages.edge import BeginSequence, SequenceBegun
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
 from common.messages.prompt import (
@@ -36,7 +37,6 @@ from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes.base import ServingBroken
 from services.prompt_gateway.token_edges import TokenRecord, write_token_in
 
-DECODE_WINDOW = 32  # decodes on their way (design.md 4); the tokenizer's host bounds them, too
 RECENT_TOKENS = 64  # what the sampler's repetition penalty looks back at
 
 
@@ -221,7 +221,7 @@ class PipelinePromptRuntime:
         self._send_decodes(active, ctx)
 
     def _send_decodes(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
-        while active.to_decode and active.pending_decode < DECODE_WINDOW:
+        while active.to_decode and active.pending_decode < DECODE_WINDOW_MESSAGES:
             tokens, last = active.to_decode.popleft()
             active.pending_decode += 1
             active.flushed |= last

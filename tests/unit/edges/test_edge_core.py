@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, encode_record
+from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_RESUME_MS
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 from worker.edges.core import (
-    EDGE_DIAL_MS,
-    EDGE_OPEN_MS,
-    EDGE_RESUME_MS,
     Arrived,
     Dial,
     EdgeConsumer,
