@@ -275,12 +275,18 @@ NI void small_operation(Control* c, float* x, const u8* weights) {
   if (c->op == OP_REPACK) {  // kind, rows, columns, head_dim, rope_dim
     repack((int)a[0], (const u8*)x, (u8*)weights, a[1], a[2], a[3], a[4]);
   } else if (c->op == OP_STREAM) {  // bytes at `weights` read once; the sum keeps the compiler honest
-    nu sum = (nu){0};
-    for (i64 i = 0; i + 4 * W <= a[0]; i += 4 * W) {
-      __builtin_prefetch(weights + i + PREFETCH_BYTES, 0, 3);
-      for (int j = 0; j < 4; j++) sum += (nu)load_bytes(weights + i + j * W);
+    // Four streams: one alone does not keep the memory busy.
+    nu sum[4] = {{0}, {0}, {0}, {0}};
+    const i64 quarter = a[0] / 4 / 64 * 64;
+    for (i64 i = 0; i < quarter; i += 64) {
+      UNROLL for (int stream = 0; stream < 4; stream++) {
+        const u8* at = weights + stream * quarter + i;
+        __builtin_prefetch(at + PREFETCH_BYTES, 0, 3);
+        UNROLL for (int j = 0; j < 64 / W; j++) sum[stream] += (nu)load_bytes(at + j * W);
+      }
     }
-    for (int i = 0; i < VL; i++) a[1] += sum[i];
+    for (int stream = 0; stream < 4; stream++)
+      for (int i = 0; i < VL; i++) a[1] += sum[stream][i];
   } else if (c->op == OP_QUANTISE || c->op == OP_MATMUL) {
     // kind, rows of the matrix, columns, rows of x, out, then where act lies
     char* at = (char*)a[5];
