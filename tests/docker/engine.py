@@ -17,6 +17,8 @@ from typing import Any
 
 import docker
 
+from services.provisioner.processes import start_time
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swactor-mq-tests" / "docker"
 BRIDGE, BRIDGE_NET = "smqtest0", "10.219.71.1/24"
@@ -98,10 +100,13 @@ class TestEngine:
         self._process = None
         if how == signal.SIGTERM:
             return
+        # Its containerd dies with it; while that is a zombie, the next dockerd takes its pid file for a living one.
         pid_file = self.run_dir / "exec" / "containerd" / "containerd.pid"
         with contextlib.suppress(OSError, ValueError):
-            # dockerd adopts it at its next start when it lives on.
-            int(pid_file.read_text())
+            pid, until = int(pid_file.read_text()), time.monotonic() + 10
+            while start_time(pid) is not None and time.monotonic() < until:
+                time.sleep(0.05)
+            pid_file.unlink()
 
     def clear(self) -> None:
         """Remove what a test run that was killed has left in the data: images stay."""
