@@ -125,17 +125,18 @@ def test_what_may_end_a_run_ends_it_with_one_sentence(kind: str, at_ms: int) -> 
 def test_the_run_hears_that_serving_failed_even_if_the_bus_was_down_then() -> None:
     """The gateway could not reach the worker and said so once, on a bus that was down: the run went on for ever and
     every prompt was faulted."""
-    cut_off = [FaultAt(6000, "gateway_apart", 0.0, 0.5)]
-    asks = Script(at_ms=9000, prompts=1, tokens=3, size=1, habit="normal", after_ms=0)
-    talks = Script(at_ms=5900, prompts=1, tokens=200, size=1, habit="normal", after_ms=0)
-    outcome = play(plan(*cut_off, light=False, clients=[talks, asks]))
-    assert len(outcome.ended) == 1
+    apart = FaultAt(6000, "gateway_apart", 0.0, 0.5)  # until 18 s
+    asks = Script(at_ms=15_500, prompts=1, tokens=3, size=1, habit="normal", after_ms=0)
+    outcome = play(plan(apart, light=False, clients=[asks]))
+    assert len(outcome.ended) == 1 and "prompt serving failed" in outcome.ended[0][1]
 
 
 def test_frames_of_a_worker_are_not_lost_on_a_collector_that_is_gone() -> None:
     """Sent to the old collector's actor they waited for a route; a worker that ended meanwhile left a silent hole."""
-    for at_ms in range(4000, 7000, 500):
-        play(plan(FaultAt(at_ms, "crash", 0.7, 0.3), relay=False, seed=at_ms))
+    busy = Script(at_ms=4000, prompts=300, tokens=1, size=1, habit="normal", after_ms=0)
+    for number in range(4):
+        crash = FaultAt(18_000 + 150 * number, "crash", 0.7, 0.4)
+        play(plan(crash, relay=False, delay_ms=(30, 100), clients=[busy], seed=number))
 
 
 def test_another_run_takes_the_prompt_rpc_over() -> None:
