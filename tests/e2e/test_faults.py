@@ -75,7 +75,7 @@ def test_archive_that_cannot_be_written() -> None:
 # --- the worker during start-up -------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("S1 10.6", "S1 9.15", "S1 10.15", "S1 4.13")
+@pytest.mark.spec("S1 10", "S1 10.6", "S1 9.15", "S1 10.15", "S1 4.13")
 def test_a_worker_that_exits_at_once(tmp_path: Path) -> None:
     """Its last line is in the sentence, all its lines are in the archive."""
     script = tmp_path / "worker"

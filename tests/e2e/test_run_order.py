@@ -89,7 +89,7 @@ def test_no_prompt_rpc_before_weights(run: Stack) -> None:
 
 
 @pytest.mark.spec("S1 4", "S1 4.2", "S1 4.3", "S1 4.5", "S1 4.6", "S1 4.7", "S1 4.8", "S1 4.9", "S1 4.10", "S1 5.4")
-@pytest.mark.spec("S1 5.2", "S1 5.5", "S1 9.5", "S1 9.6", "S1 9.7")
+@pytest.mark.spec("S1 5", "S1 5.2", "S1 5.5", "S1 7", "S1 9", "S1 9.5", "S1 9.6", "S1 9.7")
 def test_phases_come_in_order(run: Stack) -> None:
     """Record by record, and each with what belongs to it."""
     run.addr()
@@ -115,7 +115,7 @@ def test_phases_come_in_order(run: Stack) -> None:
     assert stage["stage_count"] == 1
 
 
-@pytest.mark.spec("S1 3.9", "S1 3.11", "S1 4.2")
+@pytest.mark.spec("S1 3", "S1 3.9", "S1 3.11", "S1 4.2")
 def test_every_source_is_in_the_archive(run: Stack) -> None:
     """The orchestrator, SWIM, the provisioner and the worker's own stream; positions without a hole."""
     run.addr()
@@ -134,7 +134,7 @@ def test_every_source_is_in_the_archive(run: Stack) -> None:
     assert {source for source, _ in positions} == {"orchestrator", "node_cluster"}
 
 
-@pytest.mark.spec("S1 5.7", "S1 9.10", "S1 2.5")
+@pytest.mark.spec("S1 2", "S1 5.7", "S1 9.10", "S1 2.5")
 def test_an_answer_streams_and_is_deterministic(run: Stack) -> None:
     """Several text_delta, then one done with the text of all of them; twice the same."""
     with run.client() as client:

@@ -71,7 +71,7 @@ def test_the_watchdog_counts_a_handler_that_blocks(host: Host) -> None:
     assert host.loop.slow_turns >= 3
 
 
-@pytest.mark.spec("S1 5.1", "S1 9.14")
+@pytest.mark.spec("S1 5.1", "S1 6", "S1 9.14")
 def test_actor_messages_move_only_while_the_pump_runs(tmp_path: Path) -> None:
     """A frame that arrived is handled in the next turn and not before; what a handler sends leaves in the same turn."""
     bus = RealBus(tmp_path / "r")
