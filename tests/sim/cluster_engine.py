@@ -69,6 +69,7 @@ class SimEngine:
         self._waiting: set[int] = set()
         self._steps = 0
         self._life = 0
+        self._paused_until = 0
 
     # --- the agent's effects --------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -82,6 +83,10 @@ class SimEngine:
 
     def read_page(self) -> None:
         self.host.deliver(self.agent, PageRead("decode", self._steps, self.host.world.now * 1_000_000))
+
+    def pause(self, ms: int) -> None:
+        """SIGSTOP, and SIGCONT after `ms`: what was due meanwhile comes then."""
+        self._paused_until = self.host.world.now + ms
 
     # --- life -----------------------------------------------------------------------------------------------------
     def die(self, reason: str, status: int) -> None:
@@ -97,7 +102,11 @@ class SimEngine:
         life = self._life
 
         def due() -> None:
-            if self.running and self._life == life and not self.hang:
+            if not self.running or self._life != life or self.hang:
+                return
+            if self.host.world.now < self._paused_until:
+                self.host.world.at(self._paused_until, due)
+            else:
                 call()
 
         self.host.world.at(self.host.world.now + ms, due)
