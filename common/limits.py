@@ -102,7 +102,7 @@ def provider_stop_ms(provider: str) -> int:
     return 120_000 if provider == "vastai" else 30_000
 
 
-# --- edges (worker/edges/core.py) ---------------------------------------------------------------------------------
+# --- edges (common/edges/core.py) ---------------------------------------------------------------------------------
 EDGE_CHUNK_BYTES = 64 * 1024  # one data frame: small beside a socket buffer, large beside its header
 EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so silence means unreachable
 EDGE_OPEN_MS = 20_000  # all candidates, again and again, before the first answer of any

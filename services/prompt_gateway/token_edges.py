@@ -13,6 +13,8 @@ from common.actors import Ctx
 from common.bus_edges import EdgeSocketError
 from common.codec import Message
 from common.edge_records import Record, encode_record
+from common.edges.carrier import Carried, EdgeCarrierActor, carrier_address
+from common.edges.port import EdgePort
 from common.effects import Effect
 from common.host import Host
 from common.limits import TOKEN_EDGES_PUMP_MS
@@ -25,8 +27,6 @@ from common.messages.serve import (
     TokenEndpointReady,
     TokenOutListening,
 )
-from worker.edges.carrier import Carried, EdgeCarrierActor, carrier_address
-from worker.edges.port import EdgePort
 
 PUMP_TIMER = "edges:pump"
 

@@ -12,6 +12,7 @@ from typing import Any
 from common.actors import Actor, Ctx
 from common.codec import Message
 from common.datastream import Drain
+from common.edges.carrier import Carried
 from common.effects import Exit, OwnerGone, SendFailed, StopSignal
 from common.limits import (
     LEASE_MS,
@@ -75,7 +76,6 @@ from worker.agent.records import BOOTSTRAP, PROMPT, SHUTDOWN, STAGE, node_event
 from worker.agent.requests import RequestDesk
 from worker.agent.stage_edges import StageEdges, carry
 from worker.agent.vigil import Vigil
-from worker.edges.carrier import Carried
 
 REPORT_RESEND_MS = RUNTIME_READY_RESEND_MS_MAX  # an answer that the bus could not deliver is given again
 ENGINE_GRACE_MS = PROCESS_STOP_GRACE_MS // 2  # the engine must be gone before the provisioner kills the whole group

@@ -11,6 +11,7 @@ from common.addresses import Plane, Role
 from common.bus import KeyPair
 from common.datastream import Emit
 from common.datastream_publisher import DatastreamPublisherActor, StreamProducer
+from common.edges.carrier import EdgeCarrierActor, carrier_address
 from common.effects import Observed
 from common.host import Host, new_boot
 from common.launch_file import LaunchFile, LaunchFileError
@@ -26,7 +27,6 @@ from worker.agent.events import EngineSend, KillEngine, ReadPage, StartEngine, S
 from worker.agent.host_stats import CPU, GPU, GPU_JOB, MEMORY, HostSampler, ReadHost, query_gpus, read_host
 from worker.agent.records import CHANNELS
 from worker.agent.stdin_watch import StdinLines, is_watched, on_readable
-from worker.edges.carrier import EdgeCarrierActor, carrier_address
 
 # libzmq itself would only say "Invalid argument"; an ipc path longer than 107 bytes does not fit the kernel.
 ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):[0-9]{1,5}|ipc://[^\0]{1,107}")

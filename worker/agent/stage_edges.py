@@ -1,7 +1,7 @@
 """The agent's part of a pipeline stage: edges and sequences between the orchestrator, the gateway and the engine.
 
 Pure bookkeeping of NodeAgentActor (S1 6.5, 6.10; design.md 4). The engine moves the bytes; an edge that can only
-go over the bus is carried by worker/edges/carrier.py.
+go over the bus is carried by common/edges/carrier.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from common.actors import Ctx
 from common.codec import BadEnvelope
+from common.edges.carrier import carrier_address
+from common.edges.frames import decode_stream_message
 from common.messages import engine as wire
 from common.messages.edge import BeginSequence, SequenceBegun
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire, StageProvisionWire
 from common.messages.prompt import TokenizerFault
 from worker.agent.events import EngineSend
-from worker.edges.carrier import carrier_address
-from worker.edges.frames import decode_stream_message
 
 
 @dataclass(slots=True)

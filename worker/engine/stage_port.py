@@ -14,6 +14,7 @@ from common.bus import KeyPair
 from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
+from common.edges.port import EdgePort
 from common.limits import ENGINE_HEARTBEAT_MS
 from common.messages.engine import (
     Cancel,
@@ -28,7 +29,6 @@ from common.messages.engine import (
     ResetRole,
     StageFaulted,
 )
-from worker.edges.port import EdgePort
 from worker.engine.mailbox import Mailbox
 
 

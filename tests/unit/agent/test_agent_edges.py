@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.codec import encode_body
+from common.edges.carrier import Carried, EdgeCarrierActor, carrier_address
 from common.messages.edge import BeginSequence, EdgeCredit, EdgeNotYet, SequenceBegun
 from common.messages.engine import (
     Cancel,
@@ -62,7 +63,6 @@ from tests.unit.agent.playbook import (
 )
 from worker.agent.core import NodeAgentActor
 from worker.agent.events import WorkerIdentity
-from worker.edges.carrier import Carried, EdgeCarrierActor, carrier_address
 
 SPEC, RING = ObjectSpec(max_extent=400, alignment=4), RingSpec(data_capacity=440, alignment=64)
 INBOUND = StageInboundEdgeWire(edge_id=4, kind="Activation", object_spec=SPEC, ring_spec=RING, edge_token=b"i" * 16)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, encode_record
-from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_RESUME_MS
-from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
-from worker.edges.core import (
+from common.edges.core import (
     Arrived,
     Dial,
     EdgeConsumer,
@@ -22,6 +20,8 @@ from worker.edges.core import (
     Ready,
     Send,
 )
+from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_RESUME_MS
+from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 
 TOKEN, RUN, EDGE, CAPACITY = b"t" * 16, b"r" * 16, 5, 300_000
 

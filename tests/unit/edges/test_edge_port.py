@@ -13,9 +13,9 @@ from common.bus import KeyPair, mint_keypair
 from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
+from common.edges.port import EdgePort
 from common.messages.node_agent import ObjectSpec, RingSpec, StageInboundEdgeWire, StageOutboundEdgeWire
 from common.messages.orchestrator import EndpointWire
-from worker.edges.port import EdgePort
 
 RUN, TOKEN = b"r" * 16, b"t" * 16
 SPEC, RING = ObjectSpec(max_extent=400_000, alignment=4), RingSpec(data_capacity=400_040, alignment=64)

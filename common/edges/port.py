@@ -13,9 +13,9 @@ from common.bus import KeyPair
 from common.bus_edges import EdgeSockets
 from common.codec import BadEnvelope, Message, encode_body
 from common.edge_records import Record, RecordDecoder
+from common.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
+from common.edges.frames import decode_stream_message
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
-from worker.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
-from worker.edges.frames import decode_stream_message
 
 _CARRIED = b"bus:"
 """Prefix of a connection id that stands for a peer on the bus."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from common.actors import Actor, Ctx
 from common.addresses import KEY_BYTES
 from common.codec import encode_body
-from worker.edges.frames import STREAM_MESSAGES
+from common.edges.frames import STREAM_MESSAGES
 
 
 def carrier_address(node_key: bytes) -> bytes:
