@@ -82,7 +82,7 @@ def test_whatever_happens_the_run_serves_or_ends_with_one_sentence() -> None:
     print(f"{seen} seeds in {time.process_time() - began:.0f} s: {dict(facts)}, exit statuses {dict(statuses)}")
     # The seeds do reach what they are there for.
     assert facts["done"] > seen and facts["fault"] > seen // 10 and facts["rpc_opened"] > seen // 2
-    assert statuses[0] > seen // 3 and statuses[1] > seen // 10 and facts["converged"] and facts["owner gone"]
+    assert statuses[0] > seen // 3 and statuses[1] > seen // 10 and facts["converged"]
 
 
 def test_another_hash_seed_gives_the_same_runs() -> None:
