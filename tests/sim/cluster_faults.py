@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.addresses import Role
+from common.addresses import Plane, Role
 from common.messages.node_agent import RuntimeReadyAck, StopRun
 from common.messages.orchestrator import (
     EndpointWire,
@@ -25,7 +25,7 @@ from common.messages.orchestrator import (
 from common.messages.prompt import Done, Fault, RequestCancelled, TextDelta
 from tests.sim.bus_world import Connection
 from tests.sim.cluster_clients import Script
-from tests.sim.cluster_world import Violation
+from tests.sim.cluster_world import SimHost, Violation
 
 if TYPE_CHECKING:
     from tests.sim.cluster_run import Cluster
@@ -34,7 +34,18 @@ FAULTS_MS = 22_000
 STARTED_MS = 4_000  # by then most runs serve
 LIGHT_APART_MS = 9_000
 STOP_KINDS = ("stop_word", "sigterm")
-SURVIVED = ("stall", "cut", "half_open", "freeze", "crash", "slow_disk", "delays", "forge", "engine_fault")
+SURVIVED = (
+    "stall",
+    "prompt_stall",
+    "cut",
+    "half_open",
+    "freeze",
+    "crash",
+    "slow_disk",
+    "delays",
+    "forge",
+    "engine_fault",
+)
 DEADLY = (
     "engine_death",
     "engine_fatal",
@@ -154,6 +165,16 @@ def _connection(cluster: Cluster, a: float, only: str = "") -> Connection | None
 def _stall(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
     if (connection := _connection(cluster, fault.a)) is not None:
         cluster.world.stall(connection, int(low + fault.b * (high - low)))
+
+
+def _prompt_stall(cluster: Cluster, fault: FaultAt) -> None:
+    """The text's own way: long enough that both ends repeat what the other one has."""
+    only = Role.GATEWAY if fault.a < 0.5 else ""
+    for dialler in cluster.world.diallers():
+        connection = dialler.connections.get(Plane.PROMPT)
+        is_worker = isinstance(dialler.owner, SimHost) and dialler.owner.role is Role.AGENT
+        if connection is not None and (dialler.owner.name == only if only else is_worker):
+            cluster.world.stall(connection, int(600 + fault.b * 1800))
 
 
 def _long_stall(cluster: Cluster, fault: FaultAt) -> None:
@@ -327,6 +348,7 @@ def _die(role: Role) -> Callable[[Cluster, FaultAt], None]:
 
 DOING: dict[str, Callable[[Cluster, FaultAt], None]] = {
     "stall": _stall,
+    "prompt_stall": _prompt_stall,
     "long_stall": _long_stall,
     "cut": _cut,
     "half_open": _half_open,

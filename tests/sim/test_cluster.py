@@ -112,6 +112,15 @@ def test_what_a_run_survives(kind: str, at_ms: int) -> None:
         play(plan(fault, embedded=number == 0, relay=number == 1, seed=number))
 
 
+def test_text_on_its_way_is_neither_lost_nor_doubled_by_stalls() -> None:
+    """Both ends repeat what the other one has: the client checks each character."""
+    long = Script(at_ms=6000, prompts=1, tokens=600, size=1, habit="normal", after_ms=0)
+    for seed in range(3):
+        stalls = [FaultAt(6300 + 2600 * at, "prompt_stall", at % 2 * 0.9, 0.9) for at in range(4)]
+        outcome = play(plan(*stalls, clients=[long], seed=seed))
+        assert outcome.facts["done"] == 2 and "fault" not in outcome.facts
+
+
 @pytest.mark.spec("S1 9.15", "S1 10.6", "S1 10.13")
 @pytest.mark.parametrize("kind", [*DEADLY, *PROVIDER, *SERVICE_DEATHS])
 @pytest.mark.parametrize("at_ms", [2600, 6000])
