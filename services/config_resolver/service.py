@@ -46,6 +46,13 @@ def resolve_process(argv: Sequence[str]) -> Outcome:
     return Outcome(config, secrets=tuple(secret.reveal() for secret in secrets_of(config).values()))
 
 
+def same_as_before(outcome: Outcome, digest: str) -> Outcome:
+    """Services of one run must not work with two configurations (design.md 2). digest: "" = there was none before."""
+    if outcome.config is None or not digest or outcome.config.digest == digest:
+        return outcome
+    return Outcome(error="the configuration was changed while the run was starting; start it again")
+
+
 def report(outcome: Outcome) -> bytes:
     """What the launcher reads from the report pipe."""
     config = outcome.config
@@ -92,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if own.report_fd is not None:
             return _embedded(own.report_fd, own.owner_fd, arguments)
-        outcome = resolve_process(arguments)
+        outcome = same_as_before(resolve_process(arguments), own.expect_digest)
         return _serve(outcome, own.bus.absolute(), own.owner_fd)
     except Information as text:
         sys.stdout.write(str(text))
@@ -107,6 +114,7 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--bus", type=Path, metavar="FILE", help="the service's bus file")
     parser.add_argument("--report-fd", type=int, metavar="N", help="where to write what was resolved")
     parser.add_argument("--owner-fd", type=int, metavar="M", help="read end of the launcher's pipe")
+    parser.add_argument("--expect-digest", default="", metavar="HEX", help="what an earlier life of this run resolved")
     mine, rest = list(argv), []
     if "--" in mine:
         cut = mine.index("--")

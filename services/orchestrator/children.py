@@ -91,6 +91,11 @@ class Children:
         """The configuration was right: the resolver joins the bus."""
         os.write(self._resolver_write, os.fsencode(bus) + b"\n")
 
+    def start_resolver_again(self, argv: list[str], bus: Path, digest: str) -> Child:
+        """It died before every slice was served. What it resolves now must be what the run began with."""
+        own = ["--bus", str(bus), "--owner-fd", str(self._owner_read), "--expect-digest", digest, "--", *argv]
+        return self._spawn(Role.RESOLVER, own, (self._owner_read,), environ=os.environ)
+
     def start(self, role: Role, bus: Path) -> Child:
         """Start (or restart) a service. The API key never leaves the resolver: others do not inherit it."""
         environ = {key: value for key, value in os.environ.items() if key not in ("VASTAI_API_KEY", "HF_TOKEN")}

@@ -28,9 +28,9 @@ from common.messages.config import ConfigFailed, ConfigResolved
 from common.messages.service import ServiceFailed
 from common.security import SecurityError, init
 from common.stdio_capture import STDERR, StdioCapture, available
-from services.orchestrator.base import RunOver
+from services.orchestrator.base import Phase, RunOver
 from services.orchestrator.children import FATAL, Child, Children, how_it_ended
-from services.orchestrator.core import ServiceLost, ServiceRestarted, StdioLine
+from services.orchestrator.core import RunActor, ServiceLost, ServiceRestarted, StdioLine
 from services.orchestrator.door import choose_door
 from services.orchestrator.extras import Extras, FailWhenCollected
 from services.orchestrator.run_dir import RunDirectory
@@ -108,6 +108,7 @@ class Launch:
         self._early: list[tuple[str | None, str, bytes]] = []
         self._host: Host | None = None
         self._run = b""
+        self._digest = ""
         self._files: dict[Role, Path] = {}
         self._directory: RunDirectory | None = None
         self._capture: StdioCapture | None = None
@@ -141,6 +142,7 @@ class Launch:
     def run(self) -> tuple[int, str]:
         """(exit status, error)."""
         resolved = self._resolve()
+        self._digest = resolved.digest
         door = choose_door(resolved, os.environ)
         self._directory = RunDirectory(resolved.run_dir, os.environ)
         self._files = init(self._directory.path, relay=resolved.relay, door=door)
@@ -229,17 +231,26 @@ class Launch:
                 host.deliver(self._run, ServiceRestarted(role, how))
             else:
                 host.deliver(self._run, StdioLine("stderr", f"{how} too often; it stays down, the run goes on", role))
-        elif role in FATAL or role is Role.RESOLVER:
-            # The resolver's slices are served by then; if not, the run's own limit says who is missing.
+        elif role is Role.RESOLVER and self._is_served(host):
+            pass
+        elif role in FATAL:
             if role is Role.PROVISIONER:
                 self._provisioner_died = True
-            if role in FATAL:
-                host.deliver(self._run, ServiceLost(Role(role), self._explained(role, how)))
+            host.deliver(self._run, ServiceLost(Role(role), self._explained(role, how)))
         elif self._children.may_restart(role):
-            self._watch(self._children.start(Role(role), self._files[Role(role)]))
+            file = self._files[Role(role)]
+            if role is Role.RESOLVER:
+                self._watch(self._children.start_resolver_again(self._argv, file, self._digest))
+            else:
+                self._watch(self._children.start(Role(role), file))
             host.deliver(self._run, ServiceRestarted(role, self._explained(role, how)))
         else:
             host.deliver(self._run, ServiceLost(Role(role), self._explained(role, f"{how} too often")))
+
+    def _is_served(self, host: Host) -> bool:
+        """Whether every service has its slice: then nobody needs the resolver any more (design.md 2)."""
+        run = host.node.system.actor(self._run)
+        return isinstance(run, RunActor) and run.phase is not Phase.SERVICES
 
     def _explained(self, role: str, how: str) -> str:
         said = self._last_words.pop(role, "")

@@ -146,6 +146,22 @@ def test_services_killed_during_start_up() -> None:
         stack.assert_stopped("stdin")
 
 
+@pytest.mark.spec("S1 4.1", "S1 4.3")
+def test_the_config_resolver_killed_before_its_slices_are_served() -> None:
+    """Somebody still needs it, so it is started again, with the same configuration; later nobody would miss it."""
+    with Stack() as stack:
+        while not any(process.part == "router" for process in stack.left()):
+            time.sleep(0.005)
+        stack.kill("config_resolver")
+        stack.assert_answers()
+        assert restarts(stack, "config_resolver") == 1
+        stack.kill("config_resolver")
+        stack.assert_answers()
+        assert restarts(stack, "config_resolver") == 1
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
 @pytest.mark.spec("S1 10.9", "S1 4.10", "S1 9.4", "S1 10.15")
 def test_a_port_that_is_taken() -> None:
     """The prompt RPC cannot be bound: a start-up failure after the weights, and the worker is stopped again."""

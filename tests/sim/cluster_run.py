@@ -199,13 +199,21 @@ class Cluster:
                 ends.popleft()
             lost = role in FATAL or len(ends) > SERVICE_RESTARTS_MAX
             event = ServiceLost(role, how) if lost else ServiceRestarted(role, how)
-            if role is Role.RESOLVER or lost:
+            served = role is Role.RESOLVER and self._is_served()
+            if served or lost:
                 self._lost.add(role)
-            if Role.ORCHESTRATOR in self.hosts and (lost or role is not Role.RESOLVER):
+            if Role.ORCHESTRATOR in self.hosts and not served:
                 self.hosts[Role.ORCHESTRATOR].deliver(self.address(Role.ORCHESTRATOR), event)
             if role in self._lost:
                 return
         self.world.at(self.world.now + back_ms, lambda: None if self.closed else again())
+
+    def _is_served(self) -> bool:
+        """The launcher's: nobody needs the resolver once every service has its slice."""
+        if Role.ORCHESTRATOR not in self.hosts:
+            return True
+        run = self.hosts[Role.ORCHESTRATOR].node.system.actor(self.address(Role.ORCHESTRATOR))
+        return isinstance(run, RunActor) and run.phase is not Phase.SERVICES
 
     def _over(self, host: SimHost, effect: RunOver) -> None:
         self.world.note(f"run over {effect.status} {effect.error}")

@@ -31,10 +31,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "prompt": (Phase.SERVING,),
     "closing": CLOSING[:-1],
 }
-KNOWN: dict[tuple[str, str, str], str] = {
-    ("config_resolver", signal, "services"): "the launcher never starts it again, unlike the table of design.md 2 says"
-    for signal in ("KILL", "TERM")
-}
+KNOWN: dict[tuple[str, str, str], str] = {}
 WORKER = ("agent", "engine")
 PROMPT_MS = 10_000  # what the prompt under way may still take: others wait behind it
 
