@@ -151,7 +151,7 @@ def test_the_progress_page_moves(link: EngineLink) -> None:
     assert phase == Phase.IDLE and time.monotonic_ns() - stamp < 60e9
     link.send(EngineInfer(request_id=13, prompt="Hi", max_tokens=2))
     link.until(EngineDone)
-    assert read_page(link.page)[1] >= before + 4  # in, two steps, out
+    assert read_page(link.page)[1] >= before + 3  # in, two steps; out may come after the word that it is done
 
 
 def test_release_and_reset(link: EngineLink, model_path: Path) -> None:
