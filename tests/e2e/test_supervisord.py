@@ -87,9 +87,15 @@ def test_the_file_names_every_service() -> None:
 def test_a_run_under_supervisord(hosted: Hosted) -> None:
     """Ready, an answer, stopped by supervisord: the orchestrator's exit status is 0, the services wait on."""
     hosted.assert_answers()
-    states = {info["name"]: info["statename"] for info in hosted.rpc.getAllProcessInfo()}
-    assert states.pop("relay") == "STOPPED"
-    assert set(states.values()) == {"RUNNING"}, states
+
+    def running() -> bool:
+        """The stack may answer before supervisord's startsecs are over: it says STARTING until then."""
+        states = {info["name"]: info["statename"] for info in hosted.rpc.getAllProcessInfo()}
+        assert states.pop("relay") == "STOPPED"
+        assert set(states.values()) <= {"STARTING", "RUNNING"}, states
+        return set(states.values()) == {"RUNNING"}
+
+    wait_for("every program is RUNNING", running, 15)
     assert hosted.rpc.stopProcess("orchestrator")
     info = hosted.rpc.getProcessInfo("orchestrator")
     assert (info["exitstatus"], info["spawnerr"]) == (0, "")
