@@ -160,7 +160,9 @@ def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: 
     following = start()
     following.ready()
     assert [
-        record["detail"]["reconciled"] for record in following.records() if record["phase"] == "node_provisioner"
+        record["detail"]["reconciled"]
+        for record in following.records()
+        if (record["phase"], record["status"]) == ("node_provisioner", "ready")
     ] == [1]
     assert following.stop() == 0
     assert len(engine.containers()) == 1, "another orchestrator's worker was touched"
