@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from common.addresses import Role
-from common.datastream import Emit
+from common.datastream import Emit, ObserverActor
 from common.messages.service import ServiceReady
 from common.records import CHANNEL_BOOTSTRAP, CHANNEL_PROMPT, bootstrap_record, log_channel, log_record, prompt_record
 from tests.unit.datastream_collector.test_collector_process import World
@@ -32,8 +32,11 @@ def say(world: World, channel: str, payload: bytes) -> None:
 
 
 def settle(world: World, seconds: float = 0.3) -> None:
+    """Until what was said is with the collector: sent, and acknowledged by it."""
+    observer = world.host.node.system.actor(world.host.observer)
+    assert isinstance(observer, ObserverActor)
     until = time.monotonic() + seconds
-    while time.monotonic() < until or world.host.node.unsettled:
+    while time.monotonic() < until or world.host.node.unsettled or observer._pending:
         world.bus.pump()
 
 
