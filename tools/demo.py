@@ -197,7 +197,7 @@ def new_archive() -> Path:
 
 
 def answer(addr: str, prompt: str, max_tokens: int, alive: Callable[[], str]) -> None:
-    """Stream the answer's text to stdout. Raises PromptClientError."""
+    """The answer's text to stdout, whole. Raises PromptClientError."""
     with contextlib.closing(PromptClient.connect(addr, wait_s=5, alive_check=alive)) as client:
         done = client.complete(prompt, max_tokens=max_tokens)
     print(done.final_text.strip(), flush=True)
