@@ -1,4 +1,4 @@
-"""The one place beside bus_edges.py that imports zmq: sockets, CURVE, ZAP and monitors. It moves bytes and decides nothing (design.md 3).
+"""Beside bus_edges.py the one place that imports zmq: sockets, CURVE, ZAP, monitors. It moves bytes, decides nothing.
 
 Socket rules and their reasons: anchors.md A4-A8. One body frame; ROUTER_MANDATORY; linger and explicit close order; the
 high-water mark is a fuse; nobody sets ROUTING_ID; one thread owns every socket.
