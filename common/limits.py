@@ -108,6 +108,8 @@ EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so 
 EDGE_OPEN_MS = 20_000  # all candidates, again and again, before the first answer of any
 EDGE_NOT_YET_MS = 250
 EDGE_RESUME_MS = 5000  # a broken connection without a welcome
+EDGE_REDIAL_MS = 1500  # by itself the transport is back after a few hundred ms, or never
+EDGE_SILENT_MS = 75_000  # above WORKER_SILENT_MS_SERVING and SWIM's time to see it: who is frozen is named first
 EDGE_PROBE_MS = 1000  # bytes are on their way and nothing came back: ask where the consumer is
 TOKEN_EDGES_PUMP_MS = (
     100  # the gateway's look at its edges' deadlines, 250 ms and more; bytes wake its loop by themselves

@@ -3,7 +3,9 @@
 Producer: dialing (candidates in order) → waiting (EdgeNotYet) → open → failed. It keeps every byte that is not
 credited, at most `capacity` of them on their way; after a reconnect EdgeWelcome says where to go on. A consumer binds
 the newest connection that shows its token, drops what it already has and credits what was consumed. A frozen peer
-is no broken edge: only a connection that is known to be down for EDGE_RESUME_MS without a welcome is.
+is no broken edge until EDGE_SILENT_MS; a connection that is known to be down is after EDGE_RESUME_MS without a welcome.
+Before that it is dialled anew: a transport that got damaged bytes may never reconnect by itself, and one that a
+firewall forgot stands for ever without a byte.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from common.limits import (
     EDGE_NOT_YET_MS,
     EDGE_OPEN_MS,
     EDGE_PROBE_MS,
+    EDGE_REDIAL_MS,
     EDGE_RESUME_MS,
+    EDGE_SILENT_MS,
 )
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 
@@ -87,6 +91,7 @@ class EdgeProducer:
         self._started_ms = now_ms
         self._next_ms = now_ms
         self._heard_ms = now_ms
+        self._dialled_ms = now_ms
         self._down_ms: int | None = None
         self._was_open = False
 
@@ -189,6 +194,8 @@ class EdgeProducer:
                 f"the connection to {self.candidate} broke and nobody welcomed it again within "
                 f"{EDGE_RESUME_MS // 1000} s"
             )
+        if self.state == "open" and self._kept and now_ms - self._heard_ms >= EDGE_SILENT_MS:
+            return self._fail(f"the consumer at {self.candidate} did not answer for {EDGE_SILENT_MS // 1000} s")
         if now_ms < self._next_ms:
             return []
         if self.state == "dialing":
@@ -200,14 +207,25 @@ class EdgeProducer:
                 return []
             self._at = (self._at + 1) % len(self._candidates)
             self._next_ms = now_ms + EDGE_DIAL_MS
+            self._dialled_ms = now_ms
             return [Dial(self.candidate), Send(self._hello)]
         if self.state == "waiting":
             self._next_ms = now_ms + EDGE_NOT_YET_MS
             return [Send(self._hello)]
         self._next_ms = now_ms + EDGE_PROBE_MS
         if self._down_ms is not None or (self._kept and now_ms - self._heard_ms >= EDGE_PROBE_MS):
-            return [Send(self._hello)]
+            return [*self._redial(now_ms), Send(self._hello)]
         return []
+
+    def _redial(self, now_ms: int) -> list[Effect]:
+        """A new connection in place of one that is down, or that stands and carries nothing."""
+        since, limit_ms = self._heard_ms, EDGE_RESUME_MS
+        if self._down_ms is not None:
+            since, limit_ms = self._down_ms, EDGE_REDIAL_MS
+        if self.candidate == RELAY or now_ms - max(since, self._dialled_ms) < limit_ms:
+            return []
+        self._dialled_ms = now_ms
+        return [Dial(self.candidate)]
 
     def next_deadline(self) -> int | None:
         """When tick has something to do, monotonic ms."""

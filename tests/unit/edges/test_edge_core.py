@@ -20,7 +20,7 @@ from common.edges.core import (
     Ready,
     Send,
 )
-from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_RESUME_MS
+from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_REDIAL_MS, EDGE_RESUME_MS, EDGE_SILENT_MS
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 
 TOKEN, RUN, EDGE, CAPACITY = b"t" * 16, b"r" * 16, 5, 300_000
@@ -192,23 +192,47 @@ def test_not_yet_is_asked_again_until_it_is_provisioned() -> None:
     assert wire.producer.state == "open" and wire.ready == 2
 
 
-def test_a_connection_that_stays_away_is_a_fault_and_a_frozen_peer_is_none() -> None:
+def test_a_connection_that_stays_away_is_a_fault() -> None:
     wire = Wire()
     wire.step()
     wire.write(record(0, 100))
-    wire.there.clear()
-    for _ in range(90):  # nothing comes back for 90 s, but the connection stands: somebody is frozen
-        wire.now += 1000
-        wire.do(wire.producer.tick(wire.now))
-    assert not wire.failures
     wire.cut()
-    wire.now += EDGE_RESUME_MS - 1
-    wire.do(wire.producer.tick(wire.now))
-    assert not wire.failures
-    wire.now += 1
-    wire.do(wire.producer.tick(wire.now))
-    assert [f.reason for f in wire.failures] == ["EdgeFault"]
+    broken = wire.now
+    while not wire.failures and wire.now < broken + 2 * EDGE_RESUME_MS:
+        wire.now += 100
+        wire.do(wire.producer.tick(wire.now))
+        wire.there.clear()
+    assert wire.now - broken == EDGE_RESUME_MS and [f.reason for f in wire.failures] == ["EdgeFault"]
     assert "broke and nobody welcomed it again within 5 s" in wire.failures[0].detail
+    assert 3 <= len(wire.dialled) <= 1 + EDGE_RESUME_MS // EDGE_REDIAL_MS, "some transports never reconnect"
+
+
+def test_a_frozen_consumer_is_a_fault_only_after_the_limit() -> None:
+    """The connection stands and nothing comes back: it is dialled anew now and then; a consumer that is back in time
+    gets every byte."""
+    for frozen_ms in (EDGE_SILENT_MS - 2000, EDGE_SILENT_MS):
+        wire = Wire()
+        wire.step()
+        wire.write(record(0, 100))
+        until = wire.now + frozen_ms
+        while wire.now < until:
+            wire.there.clear()
+            wire.now += 1000
+            wire.do(wire.producer.tick(wire.now))
+        assert len(wire.dialled) > frozen_ms // EDGE_RESUME_MS // 2
+        if frozen_ms < EDGE_SILENT_MS:
+            wire.step(1000)
+            assert [r.sequence for r in wire.records] == [0] and not wire.failures
+        else:
+            assert [f.reason for f in wire.failures] == ["EdgeFault"]
+            assert "did not answer for 75 s" in wire.failures[0].detail
+
+
+def test_an_edge_without_bytes_on_their_way_may_be_silent_for_ever() -> None:
+    wire = Wire()
+    wire.step()
+    wire.do(wire.producer.tick(wire.now + 10 * EDGE_SILENT_MS))
+    assert not wire.failures and wire.producer.next_deadline() is None
 
 
 def test_wrong_tokens_edges_and_runs_get_nothing() -> None:

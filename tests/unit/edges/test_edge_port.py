@@ -16,6 +16,7 @@ from common.edge_records import Record, encode_record
 from common.edges.port import EdgePort
 from common.messages.node_agent import ObjectSpec, RingSpec, StageInboundEdgeWire, StageOutboundEdgeWire
 from common.messages.orchestrator import EndpointWire
+from tests.support.socket_proxy import SocketProxy
 
 RUN, TOKEN = b"r" * 16, b"t" * 16
 SPEC, RING = ObjectSpec(max_extent=400_000, alignment=4), RingSpec(data_capacity=400_040, alignment=64)
@@ -66,6 +67,13 @@ def turn(*ends: End, until: Callable[[], bool], limit_s: float = 10) -> None:
                 if end.carry_to is not None and peer == end.carry_to.keys.public:
                     end.carry_to.port.carried(end.keys.public, frame, now_ms())
             end.carrying.clear()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 5) -> None:
+    stop = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < stop, "not in time"
+        time.sleep(0.002)
 
 
 def inbound(edge_id: int = 2) -> StageInboundEdgeWire:
@@ -144,6 +152,30 @@ def test_a_consumer_that_stays_away_is_an_edge_fault(tmp_path: Path) -> None:
     assert 4.5 < time.monotonic() - started < 7
     assert left.failed[0][1] == "EdgeFault" and address in left.failed[0][2]
     left.port.term()
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_damaged_byte_costs_the_connection_and_no_byte_of_the_stream(tmp_path: Path, way: str) -> None:
+    """The transport ends a connection whose bytes do not decrypt, and at its dialling end it never comes back."""
+    left, right = End(), End()
+    address = f"ipc://{tmp_path}/e"
+    right.port.bind([address])
+    right.port.accept(inbound())
+    with SocketProxy(tmp_path / "e") as proxy:
+        wait_until(lambda: (tmp_path / "e.real").exists() and (tmp_path / "e").exists())
+        left.port.open(outbound(right, [address]), now_ms())
+        turn(left, right, until=lambda: bool(left.ready))
+        for sequence in range(6):
+            if sequence in (1, 4):
+                proxy.flip(way)
+            left.port.write(2, payload(sequence), now_ms())
+            turn(left, right, until=lambda sequence=sequence: len(right.records) > sequence, limit_s=20)
+            if way == "back":  # what came back was damaged, so that the credit has not arrived
+                turn(left, right, until=lambda: left.port.held(2) == 0, limit_s=20)
+        assert proxy.flipped == 2
+    assert [r.sequence for r in right.records] == list(range(6)) and not left.failed and not right.failed
+    left.port.term()
+    right.port.term()
 
 
 def test_another_key_at_the_address_is_nobody(tmp_path: Path) -> None:
