@@ -23,6 +23,8 @@ ARGUMENTS = {
 }
 HELP = f"""\
 usage: {PROGRAM} [ARGUMENTS]
+       {PROGRAM} plan [ARGUMENTS]     layers, bytes and speed of such a run, without starting it
+       {PROGRAM} doctor [ARGUMENTS]   what this machine lacks for it, and what to do
 
 Starts the workers, serves prompts to them, and stops them again. Everything not listed here is set in the
 configuration file; config/ holds a commented example for each provider.
@@ -37,6 +39,8 @@ configuration file; config/ holds a commented example for each provider.
 
 Secrets come from the environment: VASTAI_API_KEY, HF_TOKEN.
 To stop: Ctrl-C, SIGTERM, the line "stop" on stdin, or {{"type":"shutdown"}} on the prompt RPC.
+
+example: {PROGRAM} --runtime-config config/process.toml
 """
 
 

@@ -53,6 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         from services.orchestrator import plan_command  # a start needs none of it
 
         return plan_command.main(args[1:])
+    if args[:1] == ["doctor"]:
+        from services.orchestrator.doctor import command
+
+        return command.main(args[1:])
     if (text := information(args)) is not None:
         sys.stdout.write(text)
         return 0

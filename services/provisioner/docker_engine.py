@@ -114,6 +114,10 @@ class Engine:
             raise ProviderError(f"image {image} was pulled and is not there; check the engine's disk")
         return found
 
+    def has_image(self, image: str) -> bool:
+        """Whether the engine holds it already. Raises EngineGone."""
+        return self._image(image) is not None
+
     def _image(self, image: str) -> dict[str, Any] | None:
         try:
             with self.sentences(f"look at image {image}"):

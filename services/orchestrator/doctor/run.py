@@ -1,0 +1,190 @@
+"""Checks of what the configured run needs of this machine: ports, the model file, memory, disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from common.config_model import Config, ProviderKind, SocketAddr
+from common.config_slices import OrchestratorSlice
+from common.messages.node_agent import HuggingFaceGguf
+from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
+from services.orchestrator.plan_command import memory_available, stage_bytes
+from services.orchestrator.planner import PlanError, RunPlan
+from services.orchestrator.planner_facts import make_plan, planning_path
+from services.orchestrator.run_dir import default_path
+from worker.engine.cpu_objects import cache_folder
+
+PROCESS_BYTES = 600 * 2**20  # six services of 40 MB, and per worker some 150 MB of Python and tinygrad; rounded up
+ARCHIVE_BYTES_MIN = 2**30
+SOCKET_PATH_BYTES_MAX = 100  # Linux takes 107 and the names in a run directory are short
+LONGEST_NAME = "/ctrl-0123456789abcdef.sock"
+BIND_PORTS = 4
+
+
+# --- ports ------------------------------------------------------------------------------------------------------
+def ports(config: Config) -> Sequence[Finding]:
+    """Each address that this run will bind, bound and let go."""
+    wanted = [("[prompt] rpc_addr", config.rpc_bind, 1)]
+    for key, addr in (
+        ("[prompt] http_addr", config.http_addr),
+        ("[observability] dashboard_addr", config.dashboard_addr),
+        ("[observability] metrics_addr", config.metrics_addr),
+    ):
+        wanted += [(key, addr, 1)] if addr is not None else []
+    if config.relay.local and config.relay.bind_addr is not None:
+        wanted.append(("[relay] bind_addr", config.relay.bind_addr, BIND_PORTS))
+    findings, free = [], []
+    for key, addr, count in wanted:
+        if addr.port == 0:
+            free.append(f"{addr} (any)")
+            continue
+        bad = [
+            one for port in range(addr.port, addr.port + count) if (one := port_problem(SocketAddr(addr.host, port)))
+        ]
+        if bad:
+            way = f"stop what listens there, or set {key} to another address"
+            findings.append(fail(f"{key}: {bad[0]}", way))
+        else:
+            free.append(str(addr))
+    return [*findings, *([ok(f"free: {', '.join(free)}")] if free else [])]
+
+
+def port_problem(addr: SocketAddr) -> str:
+    """Why nobody can listen there now, "" if one can."""
+    family = socket.AF_INET6 if ":" in addr.host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((addr.host, addr.port))
+            sock.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                who = holder(addr.port)
+                return f"{addr} is in use{f' by {who}' if who else ''}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return f"{addr.host} is no address of this machine"
+            return f"{addr}: {error.strerror}"
+        except OverflowError:
+            return f"{addr} is above port 65535"
+    return ""
+
+
+def holder(port: int) -> str:
+    """ "process 123 (name)" of who listens at this TCP port, "" when it cannot be seen (another user's)."""
+    inodes = {row[9] for row in _tcp_rows() if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for link in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link).removeprefix("socket:[").removesuffix("]") in inodes:
+                        name = (folder.parent / "comm").read_text().strip()
+                        return f"process {folder.parent.name} ({name})"
+    return ""
+
+
+def _tcp_rows() -> Iterator[list[str]]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            yield from (line.split() for line in Path(table).read_text().splitlines()[1:])
+
+
+# --- the model --------------------------------------------------------------------------------------------------
+def plan(part: OrchestratorSlice) -> RunPlan | None:
+    """The plan of this run, None for a model that is not on this machine. Raises PlanError."""
+    if part.cached_model is None and isinstance(part.gguf_source, HuggingFaceGguf):
+        return None
+    return make_plan(part)
+
+
+def model(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Finding:
+    """Whether the model's file is there, whole, and one that the engine knows."""
+    if planned is None:
+        assert isinstance(part.gguf_source, HuggingFaceGguf)
+        source = part.gguf_source
+        return ok(f"{source.repo}/{source.file} of Hugging Face, fetched by the worker at its first start")
+    if isinstance(planned, PlanError):
+        return fail(str(planned), "./dev fetch-model fetches the default model; [model] names another file")
+    path = planning_path(part)
+    facts = planned.facts
+    return ok(
+        f"{path} ({path.stat().st_size / 2**20:.0f} MiB): {facts.num_layers} layers, context {facts.max_seq_len}, "
+        f"{len(planned.stages)} stage{'s'[: len(planned.stages) != 1]}"
+    )
+
+
+def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Finding:
+    """Whether the stages fit this machine."""
+    if part.provider not in (ProviderKind.PROCESS, ProviderKind.DOCKER):
+        return skip(f"the workers of provider {part.provider} have their own")
+    if not isinstance(planned, RunPlan):
+        return skip("the model's size is not known here")
+    there = available_here()
+    sizes = [stage_bytes(planned, stage) for stage in planned.stages]
+    packed = sum(in_file + cache for in_file, _, cache in sizes) + PROCESS_BYTES
+    unpacked = sum(in_memory + cache for _, in_memory, cache in sizes) + PROCESS_BYTES
+    says = f"{_gib(packed)} needed ({_gib(unpacked)} by the portable kernels), {_gib(there)} available"
+    way = "use a smaller [model] max_context or model, or more machines ([provider] kind = docker, swarm, external)"
+    if packed > there:
+        return fail(says, way)
+    return warn(says, way) if unpacked > there else ok(says)
+
+
+def available_here() -> int:
+    """Bytes that may still be used: of the machine, and within the control group of a container."""
+    there = memory_available()
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        there = min(there, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(0, there)
+
+
+# --- disk -------------------------------------------------------------------------------------------------------
+def disk(config: Config, planned: RunPlan | PlanError | None, environ: Mapping[str, str]) -> Sequence[Finding]:
+    """Room and rights where a run writes."""
+    packed = 0
+    if isinstance(planned, RunPlan):
+        packed = sum(stage_bytes(planned, stage)[0] for stage in planned.stages)
+    state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "swactor-mq"
+    findings = [
+        _folder("the cache of repacked weights", cache_folder(), packed, "XDG_CACHE_HOME", worst="warn"),
+        _folder("the ledger of started workers", state, 2**20, "XDG_STATE_HOME"),
+        _run_directory(config.run_dir or default_path(environ)),
+    ]
+    if config.datastream_frame_log is not None:
+        folder, key = config.datastream_frame_log.parent, "[observability] datastream_frame_log"
+        needed = config.archive_max_bytes or ARCHIVE_BYTES_MIN
+        findings.append(_folder("the frame archive", folder, needed, key, worst="warn"))
+    return findings
+
+
+def _folder(what: str, path: Path, needed: int, key: str, *, worst: str = "fail") -> Finding:
+    """worst: what too little room is; a folder that cannot be written is a failure where it is "fail"."""
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        return fail(f"{what}: {there} is no folder", f"set {key} to another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding("warn" if worst == "warn" else "fail", f"{what}: {there} cannot be written", f"set {key}")
+    free = shutil.disk_usage(there).free
+    says = f"{what}: {path}, {_gib(free)} free"
+    if free < needed:
+        finding = warn if worst == "warn" else fail
+        return finding(f"{says}, {_gib(needed)} wanted", f"free some space, or set {key} to another disk")
+    return ok(says)
+
+
+def _run_directory(path: Path) -> Finding:
+    if len(os.fsencode(str(path) + LONGEST_NAME)) > SOCKET_PATH_BYTES_MAX:
+        return fail(f"the run directory {path} has too long a name for sockets", "set a shorter [runtime] run_dir")
+    return _folder("the run directory", path, 2**20, "[runtime] run_dir")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,189 @@
+"""`mvp-orchestrator doctor`: with everything there, and with things really missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config_model import SocketAddr
+from services.orchestrator.doctor import machine, run
+from services.orchestrator.doctor.findings import Check, Finding, ok, results
+from tests.unit.engine.tiny_model import TinySpec, write_model
+
+PROGRAM_LIMIT_S = 180
+
+
+def configured(folder: Path, model: Path, rpc: str = "127.0.0.1:0", more: str = "") -> Path:
+    toml = folder / "run.toml"
+    toml.write_text(
+        f'[provider]\nkind = "process"\n[model]\nid = "tiny"\ngguf_local_path = {json.dumps(str(model))}\n'
+        f"[prompt]\nrpc_addr = {json.dumps(rpc)}\n{more}"
+    )
+    return toml
+
+
+def doctor(
+    toml: Path, environ: Mapping[str, str] = {}, *arguments: str
+) -> tuple[int, dict[str, list[dict[str, Any]]], str]:
+    """(exit status, findings by check, stderr) of the program with --json; environ is laid over ours."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "services.orchestrator", "doctor", "--config", str(toml), "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        cwd=toml.parent,
+        timeout=PROGRAM_LIMIT_S,
+        check=False,
+    )
+    told = json.loads(done.stdout)
+    assert told["ok"] == (done.returncode == 0)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in told["checks"]:
+        assert row["do"] or row["status"] in ("ok", "skip"), f"no way out: {row}"
+        found.setdefault(row["name"], []).append(row)
+    return done.returncode, found, done.stderr
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_model(path, TinySpec(layers=2))
+    return path
+
+
+def test_a_machine_that_has_it_all(tmp_path: Path, model: Path) -> None:
+    status, found, errors = doctor(configured(tmp_path, model))
+    assert (status, errors) == (0, ""), found
+    assert set(found) == {
+        *("config", "python", "device", "kernels", "compiler", "docker", "swarm", "ssh"),
+        *("ports", "model", "memory", "disk"),
+    }
+    assert {row["status"] for name in ("python", "device", "model", "memory") for row in found[name]} == {"ok"}
+    assert "2 layers" in found["model"][0]["says"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml", "tiny.gguf"], "nothing was written"
+
+
+def test_everything_missing_at_once_is_all_said(tmp_path: Path) -> None:
+    """An empty PATH, a taken port, no model, no engine, an archive where nothing can be written."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        addr = f"127.0.0.1:{taken.getsockname()[1]}"
+        (tmp_path / "file").write_text("")
+        archive = json.dumps(str(tmp_path / "file" / "frames.jsonl"))
+        toml = configured(
+            tmp_path, tmp_path / "tiny.gguf", addr, f"[observability]\ndatastream_frame_log = {archive}\n"
+        )
+        (tmp_path / "tiny.gguf").write_text("no model at all")
+        environ = {"PATH": "", "DOCKER_HOST": f"unix://{tmp_path}/nothing.sock", "SMQ_ENGINE_KERNELS": "portable"}
+        status, found, _ = doctor(toml, environ)
+    assert status == 1
+    (port,) = found["ports"]
+    assert port["status"] == "fail"
+    assert f"{addr} is in use by process {os.getpid()}" in port["says"], port
+    assert "set [prompt] rpc_addr" in port["do"]
+    assert found["model"][0]["status"] == "fail" and "GGUF" in found["model"][0]["says"]
+    assert found["memory"][0]["status"] == "skip"
+    assert any(row["status"] == "fail" and "frame archive" in row["says"] for row in found["disk"]), found["disk"]
+    assert found["docker"][0]["status"] == "skip", "provider process needs none"
+    assert found["kernels"][0]["do"] == "unset SMQ_ENGINE_KERNELS"
+    assert found["compiler"][0]["status"] == "ok", "the zig of the environment is found without a PATH"
+
+
+def test_a_model_that_is_not_there_is_a_wrong_configuration(tmp_path: Path) -> None:
+    status, found, _ = doctor(configured(tmp_path, tmp_path / "none.gguf"))
+    assert status == 1
+    assert found["config"][0]["status"] == "fail" and "none.gguf" in found["config"][0]["says"]
+    assert found["ports"][0]["says"] == "no configuration"
+    assert found["python"][0]["status"] == "ok", "the machine is looked at all the same"
+
+
+def test_docker_that_is_needed_and_gone_fails(tmp_path: Path, model: Path) -> None:
+    toml = configured(tmp_path, model)
+    toml.write_text(toml.read_text().replace("gguf_local_path", "cached_path"))
+    status, found, _ = doctor(toml, {"DOCKER_HOST": f"unix://{tmp_path}/nothing.sock"}, "--provider", "docker")
+    assert status == 1
+    (docker,) = found["docker"]
+    assert docker["status"] == "fail" and "no engine answers at unix://" in docker["says"]
+    assert "docker info" in docker["do"]
+
+
+def test_for_people_and_for_help(tmp_path: Path, model: Path) -> None:
+    program = [sys.executable, "-P", "-m", "services.orchestrator", "doctor"]
+    done = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert "example: mvp-orchestrator doctor --config" in done.stdout
+    command = [*program, f"--config={configured(tmp_path, model)}"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_LIMIT_S, check=True).stdout
+    assert "ok    model    " in told and told.endswith("this machine can do the configured run\n")
+
+
+# --- the checks by themselves --------------------------------------------------------------------------------------
+def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:
+    never = threading.Event()
+
+    def hang() -> Finding:
+        never.wait()
+        return ok("")
+
+    def broken() -> Finding:
+        raise ValueError("bad luck")
+
+    began = time.monotonic()
+    found = list(
+        results([Check("hung", hang, 0.2, "turn it off"), Check("broken", broken), Check("well", lambda: ok("good"))])
+    )
+    never.set()
+    assert time.monotonic() - began < 5
+    assert [(one.name, one.finding.status) for one in found] == [("hung", "fail"), ("broken", "fail"), ("well", "ok")]
+    assert found[0].finding.do == "turn it off" and "0.2 s" in found[0].finding.says
+    assert "bad luck" in found[1].finding.says
+
+
+def test_no_compiler_and_no_object_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.engine.cpu_objects.zig", lambda: None)
+    monkeypatch.setattr("worker.engine.cpu_objects.SHIPPED", tmp_path)
+    assert machine.compiler().status == "warn"
+    found = machine.kernels()
+    assert found.status == "warn" and "install clang" in found.do
+    monkeypatch.undo()
+    monkeypatch.setattr("worker.engine.cpu_objects.SHIPPED", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert "it was tried" in machine.kernels().says
+    assert not (tmp_path / "cache").exists(), "a look leaves nothing behind"
+
+
+def test_the_ssh_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.ssh(needed=False, identity=None).status == "skip"
+    key = tmp_path / "key"
+    assert "ssh-keygen -t ed25519" in machine.ssh(needed=True, identity=key).do
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    assert machine.ssh(needed=True, identity=key).status == "ok"
+    key.chmod(0o644)
+    assert machine.ssh(needed=True, identity=key).do == f"chmod 600 {key}"
+    key.unlink()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)], check=True)
+    assert "passphrase" in machine.ssh(needed=True, identity=key).says
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "openssh-client" in machine.ssh(needed=True, identity=key).do
+
+
+def test_addresses_that_cannot_be_bound() -> None:
+    assert run.port_problem(SocketAddr("127.0.0.1", 0)) == ""
+    assert "is no address of this machine" in run.port_problem(SocketAddr("203.0.113.7", 1234))
+    assert "above port 65535" in run.port_problem(SocketAddr("127.0.0.1", 70000))
+
+
+def test_missing_packages_are_named() -> None:
+    assert machine.missing_packages(["pyzmq>=27", "no-such-package-of-ours>=1", 'other; extra == "dev"']) == [
+        "no-such-package-of-ours"
+    ]
