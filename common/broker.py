@@ -324,5 +324,6 @@ class Broker:
 
     def check(self) -> None:
         """Invariants: both binding tables mirror each other, and only admitted keys are bound."""
-        assert {(plane, conn): key for (plane, key), conn in self._conn_of.items()} == self._key_of
-        assert all(key in self.admitted for _, key in self._conn_of)
+        assert len(self._conn_of) == len(self._key_of)
+        for (plane, key), conn in self._conn_of.items():
+            assert self._key_of.get((plane, conn)) == key and key in self.admitted

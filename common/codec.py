@@ -12,6 +12,7 @@ from functools import cache
 from typing import ClassVar, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from common.addresses import ANYONE, Plane, Role
 from common.envelope import ENVELOPE_VERSION, Envelope, Header
@@ -127,9 +128,37 @@ def decode_body(tag: int, body: bytes | memoryview | msgspec.Raw) -> Message:
         message = _body_decoder(tag).decode(body)
     except _DECODE_ERRORS as error:
         raise BadEnvelope(f"{catalogue()[tag].__name__}: {error}", tag, len(memoryview(body))) from None
-    if not _finite(message):
+    if _holds_floats(tag) and not _finite(message):
         raise BadEnvelope(f"{catalogue()[tag].__name__}: a number is not finite", tag, len(memoryview(body)))
     return message
+
+
+@cache
+def _holds_floats(tag: int) -> bool:
+    """Whether a message of this type can hold a float at all: few can, and the walk costs more than the decoding."""
+    pending: list[inspect.Type] = [inspect.type_info(catalogue()[tag])]
+    seen: set[type] = set()
+    while pending:
+        match pending.pop():
+            case inspect.StructType() as struct:
+                if struct.cls not in seen:
+                    seen.add(struct.cls)
+                    pending += [field.type for field in struct.fields]
+            case inspect.UnionType() as union:
+                pending += union.types
+            case inspect.Metadata() as annotated:
+                pending.append(annotated.type)
+            case inspect.ListType() as items:
+                pending.append(items.item_type)
+            case inspect.DictType() as items:
+                pending += [items.key_type, items.value_type]
+            case inspect.IntType() | inspect.StrType() | inspect.BytesType() | inspect.BoolType() | inspect.NoneType():
+                pass
+            case inspect.EnumType() | inspect.LiteralType():
+                pass
+            case _:
+                return True
+    return False
 
 
 def _finite(value: object) -> bool:

@@ -62,6 +62,9 @@ class Held:
 
     def check(self) -> None:
         """Invariants: bounded, in order of expiry, counted right."""
+        if not self._entries:
+            assert not any(self._for.values())
+            return
         times = [entry.until_ms for entry in self._entries]
         assert times == sorted(times) and len(times) <= HELD_MESSAGES_MAX
         assert sum(self._for.values()) == len(times)

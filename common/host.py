@@ -168,7 +168,7 @@ class BaseHost:
             effects = self.node.take_effects()
             for address, effect in effects:
                 self._handlers[type(effect)](address, effect)
-            if not effects:
+            if not effects or not self.node.system.busy:
                 break
         self.transmit(now)
 

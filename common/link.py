@@ -57,6 +57,12 @@ class _Lane:
     down_since_ms: int | None = 0
     backoff_ms: int = LINK_REBUILD_MS_MIN
 
+    @property
+    def due_ms(self) -> int:
+        """When there is something to do."""
+        silent_ms = self.heard_ms + LINK_SILENT_MS + 1
+        return silent_ms if self.up and silent_ms < self.next_ms else self.next_ms
+
 
 class Link:
     """The state of all planes towards one broker."""
@@ -69,11 +75,20 @@ class Link:
         self.router_key = b""
         self.router_boot = 0
         self._started = False
+        self._whole = len(self.lanes) == len(Plane)
 
     @property
     def up(self) -> bool:
         """The control plane is bound and answering."""
         return self.lanes[Plane.CONTROL].up
+
+    @property
+    def whole(self) -> bool:
+        """Every plane is bound and answering."""
+        for lane in self.lanes.values():  # not all(...): this is asked in every turn
+            if not lane.up:
+                return False
+        return self._whole
 
     def is_up(self, plane: Plane) -> bool:
         """This plane is bound and answering."""
@@ -153,10 +168,7 @@ class Link:
 
     def next_deadline(self) -> int | None:
         """When tick has something to do."""
-        return min(
-            min(lane.next_ms, lane.heard_ms + LINK_SILENT_MS + 1) if lane.up else lane.next_ms
-            for lane in self.lanes.values()
-        )
+        return min([lane.due_ms for lane in self.lanes.values()])
 
 
 class LocalDoor:
@@ -166,7 +178,7 @@ class LocalDoor:
     def __init__(self, key: bytes, boot: int, *, is_router: bool) -> None:
         self.broker_key, self.broker_boot = key, boot
         self.router_key, self.router_boot = (key, boot) if is_router else (b"", 0)
-        self.up = True
+        self.up = self.whole = True
 
     def is_up(self, plane: Plane) -> bool:
         """Always."""

@@ -136,8 +136,7 @@ class Node:
 
     def take_effects(self) -> list[tuple[bytes, Effect]]:
         """Effects since the last call."""
-        taken = self.system.effects[:]
-        self.system.effects.clear()
+        taken, self.system.effects = self.system.effects, []
         return taken
 
     def take_frames(self) -> list[tuple[Plane, bytes]]:
@@ -190,7 +189,7 @@ class Node:
             times.append(self.now_ms)
         if (self._watch_again or self._register_again) and self.link.up:
             times.append(self._retry_at)
-        return min((at for at in times if at is not None), default=None)
+        return min([at for at in times if at is not None], default=None)
 
     # --- frames in --------------------------------------------------------------------------------------------
     def on_frame(self, plane: Plane, data: bytes, now_ms: int, wall_ms: int) -> None:
@@ -424,10 +423,11 @@ class Node:
     def _settle(self) -> None:
         """Run actors and move what they sent until nothing changes; then collect frames."""
         self._sessions.sweep(self.now_ms)
-        for plane in Plane:
-            if self._dead(plane):
-                for session in self._sessions.of_plane(plane):
-                    self._fail(session.fail_all("link_down"))
+        if not self.link.whole:
+            for plane in Plane:
+                if self._dead(plane):
+                    for session in self._sessions.of_plane(plane):
+                        self._fail(session.fail_all("link_down"))
         for _ in range(SETTLE_ROUNDS_MAX):
             self._subscribe()
             self._release_held()

@@ -134,16 +134,25 @@ class Dialler:
         if connection is None or not connection.established or len(connection.up.frames) >= self.owner.world.hwm:
             return False
         if not connection.cut:
-            self.owner.world.carry(connection, connection.up, frame, lambda: self.owner.world.doors.get(self.door))
+            self.owner.world.carry(connection, connection.up, frame, lambda: self._brought(connection))
         return True
+
+    def _brought(self, connection: Connection) -> Process | None:
+        door = self.owner.world.doors.get(self.door)
+        if door is not None:
+            door.brought[connection.plane, connection.conn] = connection
+        return door
 
     def receive(self) -> list[tuple[Plane, bytes]]:
         now = self.owner.world.now
         found: list[tuple[Plane, bytes]] = []
-        for plane in sorted(self.connections):
-            pipe = self.connections[plane].down
-            while pipe.frames and pipe.frames[0][0] <= now:
-                found.append((plane, pipe.frames.popleft()[1]))
+        for plane in PLANES:
+            connection = self.connections.get(plane)
+            if connection is None:
+                continue
+            frames = connection.down.frames
+            while frames and frames[0][0] <= now:
+                found.append((plane, frames.popleft()[1]))
         return found
 
     def close(self) -> None:
@@ -160,6 +169,8 @@ class Door(Process):
     def __init__(self, world: BusWorld, role: Role, boot: int) -> None:
         super().__init__(world, role)
         self.connections: dict[bytes, Connection] = {}
+        self.brought: dict[tuple[Plane, bytes], Connection] = {}
+        """Connections over which something has come since the last turn."""
         self.uplink: Dialler | None = None
         key = key_of(role)
         broker = Broker(key, boot, role, {k: Admission(r) for k, r in world.static[role].items()})
@@ -210,7 +221,10 @@ class Door(Process):
     def turn(self) -> None:
         now, wall = self.world.now, WALL_MS + self.world.now
         pure = self.pure
-        for connection in sorted(self.connections.values(), key=lambda one: (one.plane, one.conn)):
+        brought, self.brought = sorted(self.brought.items()), {}
+        for (_, conn), connection in brought:
+            if self.connections.get(conn) is not connection:
+                continue
             frames = connection.up.frames
             while frames and frames[0][0] <= now:
                 data = frames.popleft()[1]
@@ -437,10 +451,11 @@ class BusWorld:
     def run(self, ms: int, until: Callable[[], object] = lambda: False) -> bool:
         """Let time pass until `until` or for `ms`; whether it came true."""
         end = self.now + ms
-        while self._heap and self._heap[0][0] <= end:
-            if until():
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= end:
+            if heap[0][0] > self.now and until():
                 return True
-            self.now, _, call = heapq.heappop(self._heap)
+            self.now, _, call = pop(heap)
             call()
         self.now = end
         return bool(until())

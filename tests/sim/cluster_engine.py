@@ -9,6 +9,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 from common.codec import Message
 from common.datastream_publisher import DatastreamPublisherActor, StreamProducer
@@ -41,6 +42,7 @@ def prompt_text(tag: str, tokens: int, size: int = 1) -> str:
     return f"{PROMPT_MARK} {tag} tokens={tokens} size={size}"
 
 
+@cache
 def answer(prompt: str) -> list[str]:
     """The texts of the tokens of the answer."""
     found = _PROMPT.search(prompt)

@@ -6,6 +6,7 @@ failure stays. design.md 2's launcher is here too: restarts, ServiceLost, the or
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -277,7 +278,16 @@ def _slices() -> dict[str, bytes]:
 # --- a whole seed -------------------------------------------------------------------------------------------------
 def play(plan: Plan) -> Outcome:
     """Safety phase, heal, liveness phase, end. Raises Violation."""
-    cluster = Cluster(plan)
+    # The cycles of a cluster are garbage only once it is over; looking for them before costs a sixth of the time.
+    gc.disable()
+    try:
+        return _play(Cluster(plan))
+    finally:
+        gc.enable()
+
+
+def _play(cluster: Cluster) -> Outcome:
+    plan = cluster.plan
     world = cluster.world
     for at, script in enumerate(plan.clients):
         cluster.client(f"c{at}", script)

@@ -146,7 +146,7 @@ class SimHost(Member):
             effects = self.node.take_effects()
             for address, effect in effects:
                 self.handlers[type(effect)](address, effect)
-            if not effects:
+            if not effects or not self.node.system.busy:
                 break
         else:
             raise Violation(f"{self.name}: effects cause effects without end")
@@ -274,8 +274,7 @@ class ClusterWorld(BusWorld):
             raise Violation(f"the secret is in {what}")
 
     def note_frame(self, text: str, frame: bytes) -> None:
-        self._hash.update(f"{self.now} {text}\n".encode())
-        self._hash.update(frame)
+        self._hash.update(b"%d %b\n%b" % (self.now, text.encode(), frame))
 
     def note_bytes(self, text: str, data: bytes) -> None:
         self.emitted(data, text)
