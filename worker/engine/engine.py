@@ -53,9 +53,9 @@ def load_part(
         plan = StagePlan(file, header, part)
         if plan.reason is None:
             return CpuPart(plan, kernels, max_context, threads or default_threads(), progress)
-    from worker.engine.model import LlamaPart
+    from worker.engine.portable_model import PortablePart
 
-    return LlamaPart(file, header, part, max_context, progress)
+    return PortablePart(file, header, part, max_context, progress)
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""The kernels of a llama block as loops over buffers, portable to every tinygrad device (reference/engine.md 9.2a).
+"""The kernels of a llama-like block as loops over buffers, for every tinygrad device (reference/engine.md 9.2a).
 
 Each class binds dimensions and is called with the kernel's buffers: the written one first. T rows, D embedding,
 H query heads, K key-value heads, d head dimension, G = H / K query heads that share a key-value head. `layer` and
@@ -29,6 +29,7 @@ from worker.engine.tinygrad_shim import (
 )
 
 LOG2_E = math.log2(math.e)
+GELU_SCALE, GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def _row_loops(rows: int, number: int) -> tuple[Expr | int, list[Expr]]:
@@ -41,28 +42,32 @@ def _row_loops(rows: int, number: int) -> tuple[Expr | int, list[Expr]]:
 
 @dataclass(frozen=True)
 class Product:
-    """out (T, rows) = x (T, columns) · W[layer]ᵀ, plus `residual` (T, rows) where one is given."""
+    """out (T, rows) = x (T, columns) · W[layer]ᵀ, plus a residual (T, rows) or a bias [layer] (rows,)."""
 
     rows: int
     tiles: int
     columns: int
     layer: Symbol | int
     name: str = "product"
+    biased: bool = False  # the last input is a bias, not a residual
 
-    def __call__(self, out: Expr, weights: Expr, x: Expr, residual: Expr | None = None) -> Expr:
+    def __call__(self, out: Expr, weights: Expr, x: Expr, added: Expr | None = None) -> Expr:
         tile = loop(self.tiles, 0)
         row, rows = _row_loops(self.rows, 1)
         lane = lanes(LANES, 3)
         column = reduction(self.columns, 4)
         value = total(as_float(weights[self.layer, tile, column, lane]) * x[row, column], column)
         at = tile * LANES + lane
-        if residual is not None:
-            value = value + residual[row, at]
+        if added is not None:
+            value = value + (added[self.layer, at] if self.biased else added[row, at])
         return finish(self.name, out[row, at].store(value), [tile, *rows, lane])
 
 
+@dataclass(frozen=True)
 class GatedProduct(Product):
-    """out (T, F) = SiLU(x · Gᵀ) * (x · Uᵀ) in one pass over x."""
+    """out (T, F) = activation(x · Gᵀ) * (x · Uᵀ) in one pass over x; SiLU, or GELU by its tanh formula."""
+
+    gelu: bool = False
 
     def __call__(self, out: Expr, gate: Expr, up: Expr, x: Expr) -> Expr:  # type: ignore[override]
         tile = loop(self.tiles, 0)
@@ -72,7 +77,9 @@ class GatedProduct(Product):
         value = x[row, column]
         opened = total(as_float(gate[self.layer, tile, column, lane]) * value, column)
         raised = total(as_float(up[self.layer, tile, column, lane]) * value, column)
-        hidden = opened / ((opened * -LOG2_E).exp2() + 1.0) * raised
+        # x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)): both activations are x times a logistic function.
+        inner = (opened + opened * opened * opened * GELU_CUBIC) * GELU_SCALE if self.gelu else opened
+        hidden = opened / ((inner * -LOG2_E).exp2() + 1.0) * raised
         at = tile * LANES + lane
         return finish(self.name, out[row, at].store(hidden), [tile, *rows, lane])
 
@@ -95,16 +102,18 @@ class NormScale:
 
 @dataclass(frozen=True)
 class NormApply:
-    """out (T, D) = x * scale (T,) * weight[layer][which] (D,)."""
+    """out (T, D) = x * scale (T,) * weight[layer][which] (D,), plus `residual` (T, D) where one is given."""
 
     rows: int
     columns: int
     layer: Symbol | int
     which: int
 
-    def __call__(self, out: Expr, x: Expr, scale: Expr, weight: Expr) -> Expr:
+    def __call__(self, out: Expr, x: Expr, scale: Expr, weight: Expr, residual: Expr | None = None) -> Expr:
         row, column = loop(self.rows, 0), loop(self.columns, 1)
         value = x[row, column] * scale[row] * weight[self.layer, self.which, column]
+        if residual is not None:
+            value = value + residual[row, column]
         return finish("norm_apply", out[row, column].store(value), [row, column], explicit=False)
 
 
@@ -118,6 +127,8 @@ class Heads:
     head_dim: int
     layer: Symbol
     start: Symbol
+    table: Symbol | int = 0  # which rotary table the block uses
+    window: Symbol | None = None  # positions that the block sees; None: all
 
     @property
     def groups(self) -> int:
@@ -131,12 +142,36 @@ class Heads:
     def rotated(self, source: Expr, table: Expr, row: Expr, first: Expr, pair: Expr, half: Expr) -> Expr:
         """Element 2 * pair + half of a head that starts at column `first`, turned by its position's angle.
 
-        GGUF's llama layout rotates neighbours: (a, b) becomes (a cos - b sin, b cos + a sin); the table holds
-        the signed sines.
+        Neighbours turn together: (a, b) becomes (a cos - b sin, b cos + a sin); the table holds the signed sines.
         """
         at, other = pair * 2 + half, pair * 2 + (1 - half)
-        position = self.start + row
-        return source[row, first + at] * table[position, 0, at] + source[row, first + other] * table[position, 1, at]
+        cosine, sine = (table[self.table, self.start + row, part, at] for part in (0, 1))
+        return source[row, first + at] * cosine + source[row, first + other] * sine
+
+
+@dataclass(frozen=True)
+class HeadNormScale(Heads):
+    """out (T, H + K) = 1 / sqrt(mean(x²) + eps) of each query's and key's head in qkv (T, (H + 2 K) * d)."""
+
+    eps: float = 0.0
+
+    def __call__(self, out: Expr, qkv: Expr) -> Expr:
+        row, head = loop(self.rows, 0), loop(self.head_count + self.kv_count, 1)
+        at = reduction(self.head_dim, 2)
+        value = qkv[row, head * self.head_dim + at]
+        mean = total(value * value, at) * (1.0 / self.head_dim)
+        return finish("head_norm_scale", out[row, head].store((mean + self.eps).rsqrt()), [row, head], explicit=False)
+
+
+class HeadNormApply(Heads):
+    """out (T, (H + K) * d) = heads of qkv * scale (T, H + K) * weight[layer][query | key] (d,)."""
+
+    def __call__(self, out: Expr, qkv: Expr, scale: Expr, weight: Expr) -> Expr:
+        row, head, at = loop(self.rows, 0), loop(self.head_count + self.kv_count, 1), loop(self.head_dim, 2)
+        column = head * self.head_dim + at
+        which = head // self.head_count  # at most 1: there are no more key-value heads than query heads
+        value = qkv[row, column] * scale[row, head] * weight[self.layer, which, at]
+        return finish("head_norm_apply", out[row, column].store(value), [row, head, at], explicit=False)
 
 
 class Queries(Heads):
@@ -173,7 +208,7 @@ class Values(Heads):
 
 
 class Scores(Heads):
-    """out (H, T, positions): queries times keys; -inf where the position lies behind the row (causal mask)."""
+    """out (H, T, positions): queries times keys; -inf behind the row (causal mask) and before its window."""
 
     def __call__(self, out: Expr, queries: Expr, keys: Expr) -> Expr:
         head = loop(self.kv_count, 0)
@@ -186,7 +221,10 @@ class Scores(Heads):
         key = as_float(keys[self.layer, head, tile, at, lane])
         score = total(key * queries[query_head, row, at], at)
         position = tile * LANES + lane
-        masked = choose(position < self.start + row + 1, score, -math.inf)
+        visible = position < self.start + row + 1
+        if self.window is not None:
+            visible = visible & (self.start + row < position + self.window)
+        masked = choose(visible, score, -math.inf)
         return finish("scores", out[query_head, row, position].store(masked), [head, tile, group, *rows, lane])
 
 

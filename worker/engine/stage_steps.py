@@ -24,7 +24,7 @@ WIRE_DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16
 
 
 class StageModel(Protocol):
-    """What a stage needs of its part of the model (worker/engine/model.py)."""
+    """What a stage needs of its part of the model (worker/engine/parts.py)."""
 
     max_context: int
 

@@ -11,24 +11,25 @@ from common.gguf import GgufFile, MalformedError
 from tests.unit.engine.tiny_model import TinySpec, log_softmax, reference_logits, write_model
 from worker.engine.engine import Engine, context_size
 from worker.engine.errors import EngineError
-from worker.engine.model import CHUNK, LlamaPart, Part, check_part, whole
+from worker.engine.parts import Part, check_part, whole
+from worker.engine.portable_model import CHUNK, PortablePart
 
 # Weights and cache are float16, so logits differ a little; a wrong rotation or mask differs by more than 1.
 NOISE = 0.04
 IDS = [int(value) for value in np.random.default_rng(5).integers(3, 250, 45)]
 
 
-def load(path: Path, part: Part | None = None, context: int = 96) -> LlamaPart:
+def load(path: Path, part: Part | None = None, context: int = 96) -> PortablePart:
     file = GgufFile.open(path)
     header = file.check_supported()
-    return LlamaPart(file, header, part or whole(header), context, lambda *_: None)
+    return PortablePart(file, header, part or whole(header), context, lambda *_: None)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((log_softmax(a) - log_softmax(b)) ** 2)))
 
 
-def run(model: LlamaPart, ids: list[int], sizes: list[int]) -> np.ndarray:
+def run(model: PortablePart, ids: list[int], sizes: list[int]) -> np.ndarray:
     """Logits of the last token when `ids` come in pieces of these sizes."""
     at = 0
     for size in sizes:
@@ -45,8 +46,11 @@ def run(model: LlamaPart, ids: list[int], sizes: list[int]) -> np.ndarray:
         TinySpec(kind="Q8_0", tied=True, rope_freqs=True),
         TinySpec(heads=2, kv_heads=2, layers=1),  # one query head per key-value head
         TinySpec(heads=4, kv_heads=1, layers=1),  # all share one
+        TinySpec(architecture="qwen2", layers=2),
+        TinySpec(architecture="qwen3", layers=2, head_size=32, kind="Q8_0"),
+        TinySpec(architecture="gemma3", layers=7, head_size=48, kv_heads=1, tied=True, theta=1e6),  # local and global
     ],
-    ids=lambda spec: f"{spec.kind}-{spec.heads}-{spec.kv_heads}-{'tied' if spec.tied else 'own'}",
+    ids=lambda spec: f"{spec.architecture}-{spec.kind}-{spec.heads}-{spec.kv_heads}-{'tied' if spec.tied else 'own'}",
 )
 def test_logits_match_the_reference(tmp_path: Path, spec: TinySpec) -> None:
     weights = write_model(tmp_path / "m.gguf", spec)
