@@ -209,8 +209,8 @@ class Stack:
             text = _config(model or model_file(), rpc_addr, self.archive.path, self.run_dir) + config
         self.config_file.write_text(text)
         self._args = args
-        self._environ = {name: value for name, value in os.environ.items() if name in LAUNCHER_ENVIRONMENT}
-        self._environ |= {"XDG_STATE_HOME": str(self.state), "SMQ_TRACEBACK": "1", **(environ or {})}
+        self.environ = {name: value for name, value in os.environ.items() if name in LAUNCHER_ENVIRONMENT}
+        self.environ |= {"XDG_STATE_HOME": str(self.state), "SMQ_TRACEBACK": "1", **(environ or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self._ended_at = 0.0
 
@@ -230,7 +230,7 @@ class Stack:
                 stdout=out,
                 stderr=err,
                 cwd=self.home,
-                env=self._environ,
+                env=self.environ,
                 start_new_session=True,
             )
         return self
@@ -397,6 +397,11 @@ class Asker:
         self._sock.sendall(json.dumps({"request_id": 7, "prompt_text": prompt, **fields}).encode() + b"\n")
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the gateway may still say something."""
+        return self._thread.is_alive()
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError), self._sock, self._sock.makefile("rb") as lines:

@@ -6,9 +6,7 @@ A cell that the program is known not to hold is in KNOWN, with why; it has to fa
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ import pytest
 from common.addresses import Role
 from services.orchestrator.base import CLOSING, Phase
 from services.prompt_gateway.core import GatewayActor
+from tests.kill_matrix import MATRIX, WORKER, cells, rule_of
 from tests.sim.cluster_clients import Client, Script
 from tests.sim.cluster_faults import Plan
 from tests.sim.cluster_run import Cluster
 from tests.sim.cluster_world import Violation
 
-MATRIX = tomllib.loads((Path(__file__).parents[1] / "kill_matrix.toml").read_text())
 PHASES: dict[str, tuple[Phase, ...]] = {
     "services": (Phase.SERVICES,),
     "start": (Phase.PROVIDER, Phase.START),
@@ -32,29 +30,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "closing": CLOSING[:-1],
 }
 KNOWN: dict[tuple[str, str, str], str] = {}
-WORKER = ("agent", "engine")
 PROMPT_MS = 10_000  # what the prompt under way may still take: others wait behind it
-
-
-def listed(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value
-
-
-def rule_of(process: str, signal: str, phase: str) -> dict[str, Any] | None:
-    for rule in MATRIX["rule"]:
-        if process in listed(rule["process"]) and signal in listed(rule["signal"]) and phase in rule["phases"]:
-            return dict(rule)
-    return None
-
-
-def cells() -> list[tuple[str, str, str]]:
-    return [
-        (process, signal, phase)
-        for process in MATRIX["processes"]
-        for signal in MATRIX["signals"]
-        for phase in MATRIX["phases"]
-        if not (process in WORKER and phase in MATRIX["no_worker_yet"])
-    ]
 
 
 def test_every_cell_is_decided() -> None:
