@@ -84,7 +84,7 @@ class BrokerHost(BaseHost):
             validate=os.environ.get("SMQ_VALIDATE") == "1",
         )
         bus = Bus()
-        super().__init__(identity, self.pure.node, owner_fd=owner_fd, bus=bus)
+        super().__init__(identity, self.pure.node, owner_fd=owner_fd, bus=bus, run_dir=bus_file.run_dir)
         self.sockets = self._ports.sockets = BrokerSockets(
             bus,
             {

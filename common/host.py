@@ -21,6 +21,7 @@ from common.limits import EXIT_DRAIN_MS
 from common.loop import Loop
 from common.node import PLANES, Identity, Node
 from common.redact import Redactor
+from common.run_files import Presence
 from common.security import BusFile, SecurityError, read_bus_file
 
 EFFECT_ROUNDS_MAX = 1000  # effects may cause events that cause effects; more is a loop
@@ -38,7 +39,9 @@ EVERYTHING = _Everything()
 class BaseHost:
     """Loop, node and effects of one process; how frames travel is up to the two kinds below."""
 
-    def __init__(self, identity: Identity, node: Node, *, owner_fd: int | None, bus: Bus) -> None:
+    def __init__(
+        self, identity: Identity, node: Node, *, owner_fd: int | None, bus: Bus, run_dir: Path | None = None
+    ) -> None:
         self.bus = bus
         self.loop = Loop(bus.poller)
         self.identity = identity
@@ -55,6 +58,7 @@ class BaseHost:
         self._deadlines: list[tuple[int, Callable[[], None]]] = []
         self._status: int | None = None
         self._signals = 0
+        self._presence = Presence(run_dir) if owner_fd is not None and run_dir is not None else None
         if owner_fd is not None:
             self._watch_owner(owner_fd)
         self.loop.watch_signals(self._signal)
@@ -191,6 +195,8 @@ class BaseHost:
         self.shut()
         self.loop.close()
         self.bus.close()
+        if self._presence is not None:
+            self._presence.leave()
 
 
 class Host(BaseHost):
@@ -213,7 +219,8 @@ class Host(BaseHost):
             broker_key=broker_key,
             validate=os.environ.get("SMQ_VALIDATE") == "1",
         )
-        super().__init__(identity, node, owner_fd=owner_fd, bus=Bus())
+        run_dir = bus_file.run_dir if bus_file else None
+        super().__init__(identity, node, owner_fd=owner_fd, bus=Bus(), run_dir=run_dir)
         self._bus_file = bus_file
         self.redactor = Redactor([])
         """Secrets that no record of this process may contain; replace it once they are known."""

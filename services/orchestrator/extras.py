@@ -17,8 +17,8 @@ from common.addresses import Role
 from common.effects import ViewChanged
 from common.messages.config import ConfigResolved
 from common.messages.service import ServiceFailed
+from common.run_files import RPC_ADDR_FILE
 from common.web_socket import WebError, listen, where
-from services.prompt_gateway.bind import RPC_ADDR_FILE
 
 HTTP, WEB = "prompt_gateway.http", "datastream_collector.web"
 COLLECTOR_WAIT_MS = 5000  # for the record of a failure; then the run fails without it

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.run_files import LOCK, clear, is_own, remove
 from common.security import SecurityError
-from services.prompt_gateway.bind import RPC_ADDR_FILE
-
-LOCK = "lock"
-OWN_NAMES = frozenset({LOCK, "bus", "keys", "secrets", "nodes", RPC_ADDR_FILE})
-"""What a run leaves in its directory, beside its sockets. Whatever else lies there is somebody's and stays."""
 
 
 class RunDirectory:
@@ -42,7 +36,7 @@ class RunDirectory:
             )
         try:
             self._fd = self._lock()
-            if foreign := sorted(entry.name for entry in self.path.iterdir() if not _is_own(entry)):
+            if foreign := sorted(entry.name for entry in self.path.iterdir() if not is_own(entry)):
                 (self.path / LOCK).unlink()
                 os.close(self._fd)
                 raise SecurityError(
@@ -51,7 +45,7 @@ class RunDirectory:
                 )
             os.ftruncate(self._fd, 0)
             os.write(self._fd, str(os.getpid()).encode())
-            self._clear()
+            clear(self.path)  # of a run that was killed: nobody holds the lock, so nobody uses it
         except OSError as error:
             raise SecurityError(
                 f"run directory {self.path} is not writable: {error.strerror}; set [runtime] run_dir to a directory "
@@ -80,23 +74,10 @@ class RunDirectory:
                 self.path.mkdir(mode=0o700, exist_ok=True)
             os.close(fd)
 
-    def _clear(self) -> None:
-        """Leftovers of a run that was killed: nobody holds the lock, so nobody uses them."""
-        for entry in self.path.iterdir():
-            if _is_own(entry) and entry.name != LOCK:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
     def remove(self) -> None:
         """Give the directory up; what somebody put there in the meantime stays."""
-        with contextlib.suppress(OSError):
-            self._clear()
-            (self.path / LOCK).unlink()
-            self.path.rmdir()
+        remove(self.path)
         os.close(self._fd)
-
-
-def _is_own(entry: Path) -> bool:
-    return entry.name in OWN_NAMES or stat.S_ISSOCK(entry.lstat().st_mode)
 
 
 def default_path(environ: Mapping[str, str]) -> Path:

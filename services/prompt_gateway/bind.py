@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 
-RPC_ADDR_FILE = "prompt_rpc.addr"
-"""In the run directory: where the prompt RPC listens, for the HTTP front."""
-
 
 def split_addr(addr: str) -> tuple[str, int]:
     """(host, port) of "host:port" or "[IPv6]:port". Raises ValueError with a sentence."""

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from common.addresses import Role
 from common.host import Host
-from services.prompt_gateway.bind import RPC_ADDR_FILE, join_addr
+from common.run_files import RPC_ADDR_FILE
+from services.prompt_gateway.bind import join_addr
 from services.prompt_gateway.core import GatewayActor
 from services.prompt_gateway.tcp import (
     ListenFailed,

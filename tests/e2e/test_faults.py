@@ -290,8 +290,7 @@ def test_the_orchestrator_killed() -> None:
         print(f"gone after {time.monotonic() - started:.1f} s")
         assert [line["type"] for line in asker.terminals()] == ["fault"], asker.lines[-3:]
         assert stack.wait() == -signal.SIGKILL
-        # The directory of a killed run stays; the next start on it takes it over.
-        assert stack.run_dir.exists()
+        assert not stack.run_dir.exists()  # the last service has removed it
         again = Stack(run_dir=stack.run_dir)
         with again:
             again.wait_record("services", "ready")

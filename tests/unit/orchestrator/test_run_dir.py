@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.run_files import LOCK, Presence
 from common.security import SecurityError, init
-from services.orchestrator.run_dir import LOCK, RunDirectory, default_path
+from services.orchestrator.run_dir import RunDirectory, default_path
 
 
 @pytest.fixture
@@ -163,3 +164,34 @@ def test_the_default_is_short_and_new_each_time(environ: dict[str, str], parent:
 def test_the_default_is_in_the_runtime_directory(path: Path) -> None:
     found = default_path({"XDG_RUNTIME_DIR": str(path.parent)})
     assert found.parent == path.parent and found.name.startswith("smq-")
+
+
+def test_the_last_service_of_a_killed_run_removes_it(path: Path) -> None:
+    killed = RunDirectory(str(path), {})
+    init(path, relay=False)
+    bound(path / "stream.sock")
+    first, last = Presence(path), Presence(path)
+    os.close(killed._fd)
+    first.leave()
+    assert path.exists()
+    last.leave()
+    assert not path.exists()
+
+
+def test_services_leave_a_directory_that_is_in_use(path: Path) -> None:
+    """The launcher lives and restarts this service, or another launcher has taken the directory over."""
+    directory = RunDirectory(str(path), {})
+    service = Presence(path)
+    service.leave()
+    assert path.exists()
+    old = Presence(path)
+    os.close(directory._fd)
+    again = RunDirectory(str(path), {})
+    old.leave()
+    assert path.exists()
+    again.remove()
+    assert not path.exists()
+
+
+def test_a_directory_that_is_gone_is_no_error(path: Path) -> None:
+    Presence(path / "nothing").leave()
