@@ -240,6 +240,10 @@ class RunBase(ServiceActor):
             return route.address
         return self.services.get(role, (b"", 0))[0]
 
+    def name_of(self, worker: Worker) -> str:
+        """For messages: the node, and its stage where there are several."""
+        return f"node {worker.node_id}" + (f" stage {worker.stage_index}" if len(self.workers) > 1 else "")
+
     def worker_of(self, stage_index: int, node_id: int) -> Worker | None:
         """The expected worker of this stage and node (S1 9.19), None for anything else."""
         worker = self.workers.get(stage_index)

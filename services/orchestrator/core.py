@@ -279,7 +279,7 @@ class RunActor(PlannedRun):
         if isinstance(msg.message, DatastreamSubscribe | ExpectFlow):
             self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
         elif not isinstance(msg.message, ConfigGet | SuspendServing | ResumeServing):
-            what = type(msg.message).__name__ + (f" to node {worker.node_id}" if worker else "")
+            what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             self.fail(ctx, f"{what} could not be delivered: {reason}", worker=worker)
 
     def _stdio(self, msg: StdioLine, ctx: Ctx) -> None:

@@ -60,7 +60,7 @@ class PlannedRun(StartUp):
             case TokenEndpointReady():
                 self._token_endpoint_ready(msg, ctx)
             case TokenEndpointFailed() if self.active:
-                self.fail(ctx, f"pipeline {_words(msg.endpoint)} edge: {msg.error}")
+                self._token_endpoint_failed(msg, ctx)
             case _:
                 pass
 
@@ -157,6 +157,13 @@ class PlannedRun(StartUp):
         ctx.send(self.actor_address, fact)
         if self._rpc_due:
             self.open_rpc(ctx)
+
+    def _token_endpoint_failed(self, msg: TokenEndpointFailed, ctx: Ctx) -> None:
+        """The gateway's end of a token edge is over: the stage at its other end is named."""
+        worker = self.workers[min(self.workers) if msg.endpoint == "TokenIn" else max(self.workers)]
+        way = "to" if msg.endpoint == "TokenIn" else "from"
+        edge = f"pipeline {_words(msg.endpoint)} edge {way} {self.name_of(worker)}"
+        self.fail(ctx, f"{edge}: {msg.error}", worker=worker)
 
     # --- stages and the RPC -------------------------------------------------------------------------------------
     def stage_wire(self, worker: Worker) -> StageProvisionWire:

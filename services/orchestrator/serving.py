@@ -76,7 +76,8 @@ class Serving(Closing):
         self.result.stderr_tail = tail
         self.fail(
             ctx,
-            f"node {msg.node_id} exited {self._when()}: {how}" + (f"; its last line was: {last[:200]}" if last else ""),
+            f"{self.name_of(worker)} exited {self._when()}: {how}"
+            + (f"; its last line was: {last[:200]}" if last else ""),
             worker=worker,
             status=msg.status,
             stderr_tail=tail,
@@ -112,7 +113,7 @@ class Serving(Closing):
             # While membership restarts it reads Unknown, which never fails a run (design.md 2).
             is_dead = ctx.views.members.state(worker.node_key) in ("dead", "left")
             if is_dead and ctx.now_ms - (worker.dead_since_ms or 0) >= limit_ms:
-                error = f"node {worker.node_id} was lost {self._when()}: dead in SWIM for {limit_ms // 1000} s"
+                error = f"{self.name_of(worker)} was lost {self._when()}: dead in SWIM for {limit_ms // 1000} s"
                 self.fail(ctx, error, worker=worker)
                 return
         ctx.timer(SILENT_TIMER, SILENT_LOOK_MS)
@@ -131,7 +132,7 @@ class Serving(Closing):
         if lost and not self._suspended:
             self._suspended = True
             self.record(ctx, "serve_prompts", "observed", {"suspended_by": [worker.node_id for worker in lost]})
-            ctx.send(gateway, SuspendServing(error=f"node {lost[0].node_id} does not answer"))
+            ctx.send(gateway, SuspendServing(error=f"{self.name_of(lost[0])} does not answer"))
         elif not lost and self._suspended:
             self._suspended = False
             self.record(ctx, "serve_prompts", "observed", {"resumed": True})
@@ -140,7 +141,7 @@ class Serving(Closing):
     def worker_restarted(self, worker: Worker, readiness_id: int, ctx: Ctx) -> None:
         """It reports a new runtime after the old one was acknowledged: stage, weights and requests of that are gone."""
         error = (
-            f"node {worker.node_id} lost its runtime {self._when()}: it reports readiness {readiness_id} after "
+            f"{self.name_of(worker)} lost its runtime {self._when()}: it reports readiness {readiness_id} after "
             f"readiness {worker.readiness_id} was acknowledged"
         )
         self.fail(ctx, error, worker=worker)

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from services.prompt_gateway.wire import DoneLine
+from tests.e2e.pipeline_stack import PARAGRAPH, stage_pids
 from tests.e2e.stack import Asker, Stack, wait_for
 
 LONG = "Write a very long story about a lighthouse keeper and the sea."
-PARAGRAPH = (
-    "The keeper of the lighthouse climbed the stairs each evening, counted the ships on the horizon, "
-    "trimmed the wick and wrote one line into the book that nobody had ever asked to read. "
-)
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("What is the capital of France?", {"max_tokens": 48}),
     ("Hi", {"max_tokens": 1}),
@@ -109,7 +106,7 @@ def test_a_short_freeze_heals(two: Stack, part: str) -> None:
     expected = two.ask(LONG, max_tokens=40).final_text
     asker = Asker(two.addr(), LONG, max_tokens=40)
     asker.wait_text()
-    pid = parts(two, part)[1]
+    pid = stage_pids(two, part)[1]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(2)
     os.kill(pid, signal.SIGCONT)
@@ -160,20 +157,6 @@ def test_a_plan_that_cannot_be_ends_the_start_before_any_worker() -> None:
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
-def parts(stack: Stack, part: str) -> list[int]:
-    """The processes of a part in the order of the stages: node ids stand in the paths of their launch files."""
-    found = [process for process in stack.left() if process.part == part]
-    if part == "engine":
-        agents = parts(stack, "agent")
-        return sorted((process.pid for process in found), key=lambda pid: agents.index(_parent(pid)))
-    return [process.pid for process in sorted(found, key=lambda process: process.command)]
-
-
-def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.spec("S1 10.10", "S1 9.15", "S1 3.1")
 @pytest.mark.parametrize(
     ("part", "stage", "says"),
@@ -187,7 +170,7 @@ def test_a_stage_that_dies_while_it_serves(part: str, stage: int, says: list[str
     with Stack(args=("--pipeline-stages", "2")) as stack:
         asker = Asker(stack.addr(), LONG)
         asker.wait_text()
-        os.kill(parts(stack, part)[stage], signal.SIGKILL)
+        os.kill(stage_pids(stack, part)[stage], signal.SIGKILL)
         terminals = asker.terminals()
         error = stack.assert_failed()
         assert all(word in error for word in says), error
@@ -198,7 +181,7 @@ def test_a_stage_that_dies_while_it_serves(part: str, stage: int, says: list[str
 def test_a_stage_that_dies_while_it_loads() -> None:
     with Stack(args=("--pipeline-stages", "2")) as stack:
         stack.wait_record("stage_provision_wait", "observed")
-        os.kill(parts(stack, "agent")[0], signal.SIGKILL)
+        os.kill(stage_pids(stack, "agent")[0], signal.SIGKILL)
         error = stack.assert_failed()
         assert "node 2" in error and "while loading weights" in error and "SIGKILL" in error
         assert stack.archive.find("prompt_rpc", "ready") is None

@@ -72,7 +72,7 @@ class SocketProxy:
         if self._listener is not None:
             self._listener.close()
 
-    # --- inner ----------------------------------------------------------------------------------------------------------
+    # --- inner ------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         while not self.path.exists():
             if self._ended:

@@ -141,7 +141,7 @@ def test_a_token_endpoint_that_fails_ends_the_run(when: str) -> None:
     play.said()
     play.gateway(TokenEndpointFailed(endpoint="TokenOut", error="the edge endpoint ipc:///x cannot be bound: no space"))
     error = play.failure()["detail"]["error"]
-    assert error == "pipeline token-out edge: the edge endpoint ipc:///x cannot be bound: no space"
+    assert error == "pipeline token-out edge from node 4 stage 1: the edge endpoint ipc:///x cannot be bound: no space"
     assert play.said(CloseRpc), "the gateway closes what it has opened"
 
 

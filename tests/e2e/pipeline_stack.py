@@ -1,0 +1,100 @@
+"""What the tests of planned runs share: the processes of a stage, and harm to what connects them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.stack import Stack, StackError
+from tests.support.socket_proxy import SocketProxy
+
+PARAGRAPH = (
+    "The keeper of the lighthouse climbed the stairs each evening, counted the ships on the horizon, "
+    "trimmed the wick and wrote one line into the book that nobody had ever asked to read. "
+)
+
+
+def stage_pids(stack: Stack, part: str) -> list[int]:
+    """The processes of a part in the order of the stages: node ids stand in the paths of their launch files."""
+    found = [process for process in stack.left() if process.part == part]
+    if part == "engine":
+        agents = stage_pids(stack, "agent")
+        return sorted((process.pid for process in found), key=lambda pid: agents.index(_parent(pid)))
+    return [process.pid for process in sorted(found, key=lambda process: process.command)]
+
+
+def stage_pid(stack: Stack, part: str, stage: int, limit_s: float = 30) -> int:
+    """One process of a part; waits until all of them are there. Raises StackError."""
+    until = time.monotonic() + limit_s
+    while True:
+        pids = stage_pids(stack, part)
+        if len(pids) > stage:
+            return pids[stage]
+        if time.monotonic() > until:
+            raise StackError(f"no {part} of stage {stage}: {stack.left()}")
+        time.sleep(0.02)
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+class ProcessHarm:
+    """A process that ends, or stops for a while."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+
+class ConnectionHarm:
+    """The connections that go over some sockets: they end, hang, or carry damaged bytes."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.proxies = [SocketProxy(path) for path in paths]
+
+    def kill(self) -> None:
+        """Every connection is cut; new ones are let through."""
+        for proxy in self.proxies:
+            proxy.cut()
+
+    def freeze(self) -> None:
+        """Nothing goes through any more, also not over new connections."""
+        for proxy in self.proxies:
+            proxy.freeze()
+
+    def thaw(self) -> None:
+        """It does again."""
+        for proxy in self.proxies:
+            proxy.thaw()
+
+    def corrupt(self) -> None:
+        """One byte each way arrives inverted."""
+        for proxy in self.proxies:
+            for way in ("there", "back"):
+                proxy.flip(way)
+
+    def close(self) -> None:
+        """The end."""
+        for proxy in self.proxies:
+            proxy.close()
+
+    @property
+    def flipped(self) -> int:
+        """Bytes that were damaged so far."""
+        return sum(proxy.flipped for proxy in self.proxies)
