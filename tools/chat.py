@@ -240,21 +240,8 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def _confirm_rent(args: argparse.Namespace) -> None:
-    """Spending needs a yes. Raises RunError."""
-    if args.provider != "vastai" or args.yes:
-        return
-    if not sys.stdin.isatty():
-        raise RunError("renting machines on vast.ai costs money: add --yes to do it without being asked")
-    count = args.pipeline_stages or 1
-    sys.stderr.write(f"Rent {count} Vast.ai node{'s'[: count != 1]}? [y/N]: ")
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise RunError("nothing was rented")
-
-
-def _start(args: argparse.Namespace, directory: Path, steps: Steps) -> OrchestratorRun:
-    """The orchestrator, on the given or default configuration, else on one with the default model."""
+def _configured(args: argparse.Namespace, directory: Path, steps: Steps) -> tuple[list[str], Path]:
+    """The orchestrator's arguments and its configuration: the given or default one, else one with the default model."""
     config = args.config or (DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None)
     if config is None:
         from tools.fetch_model import FetchError, default_model_path, fetch_default
@@ -272,23 +259,37 @@ def _start(args: argparse.Namespace, directory: Path, steps: Steps) -> Orchestra
     arguments = ["--runtime-config", str(config)]
     arguments += ["--provider", args.provider] if args.provider else []
     arguments += ["--pipeline-stages", str(args.pipeline_stages)] if args.pipeline_stages else []
-    return OrchestratorRun(arguments, config, steps.record)
+    return arguments, config
+
+
+def _rents(args: argparse.Namespace, arguments: list[str]) -> bool:
+    """Whether this run rents machines. Raises RunError unless somebody agreed to pay for them."""
+    if args.provider not in (None, "vastai") or (
+        args.provider is None and not (args.config or DEFAULT_CONFIG.exists())
+    ):
+        return False
+    from tools.chat_rent import agree  # the resolver costs a third of a second
+
+    return agree(arguments, yes=args.yes, source=sys.stdin, log=sys.stderr)
 
 
 def _own_stack(args: argparse.Namespace, chat_options: dict[str, Any]) -> int:
     """Start, chat, stop, and say what was stopped."""
-    _confirm_rent(args)
     steps = Steps(sys.stderr)
     run: OrchestratorRun | None = None
+    rented = False
     with tempfile.TemporaryDirectory(prefix="smq-chat-") as directory:
         try:
-            run = _start(args, Path(directory), steps)
+            arguments, config = _configured(args, Path(directory), steps)
+            rented = _rents(args, arguments)
+            run = OrchestratorRun(arguments, config, steps.record)
             addr = run.wait_ready()
             status = run_chat(addr, run=run, alive_check=run.why_not_alive, **chat_options)
         finally:
-            # A second Ctrl-C while it stops must not leave workers behind.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            ended = run.stop(rented=args.provider == "vastai") if run is not None else 0
+            if run is not None:
+                # A second Ctrl-C while it stops must not leave workers behind.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            ended = run.stop(rented=rented) if run is not None else 0
     for text in run.stopped:
         steps.line(f"stopped: {text}")
     if ended != 0:
