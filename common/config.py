@@ -48,6 +48,19 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str], cwd: Path, *, execu
         return _resolve(argv, environ, cwd, executable, from_environment)
 
 
+def vastai_key(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> str:
+    """The vast.ai key of the environment or the configuration file, "" if there is none; nothing else is checked.
+
+    For commands that look after what was rented, which must work without a model. Raises ConfigError, Information.
+    """
+    arguments = parse(argv, toml_keys())
+    if (api_key := secret(environ, API_KEY)) is not None:
+        return api_key.strip()
+    path, label = _config_file(arguments, cwd, environ.get("HOME", ""))
+    found = _load(path, label, {}, {}, {}).vastai.api_key
+    return "" if found is None else found.get_secret_value().strip()
+
+
 def _resolve(
     argv: Sequence[str], environ: Mapping[str, str], cwd: Path, executable: Path, from_environment: tuple[str, ...]
 ) -> Config:

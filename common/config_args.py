@@ -23,8 +23,10 @@ ARGUMENTS = {
 }
 HELP = f"""\
 usage: {PROGRAM} [ARGUMENTS]
-       {PROGRAM} plan [ARGUMENTS]     layers, bytes and speed of such a run, without starting it
-       {PROGRAM} doctor [ARGUMENTS]   what this machine lacks for it, and what to do
+       {PROGRAM} plan [ARGUMENTS]         layers, bytes and speed of such a run, without starting it
+       {PROGRAM} doctor [ARGUMENTS]       what this machine lacks for it, and what to do
+       {PROGRAM} workers [--json]         what you own now, where, since when, at what price
+       {PROGRAM} reconcile [--dry-run]    stop what an orchestrator that died has left
 
 Starts the workers, serves prompts to them, and stops them again. Everything not listed here is set in the
 configuration file; config/ holds a commented example for each provider.

@@ -18,7 +18,7 @@ from typing import TypeVar
 from common.bus import KeyPair, mint_keypair
 from common.effects import StopSignal
 from common.messages.inference import InferenceRequest
-from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, ledger_folder, reconcile
+from services.provisioner.ledger import SINGLE_GPU_FOLDER, Ledger, LedgerError, LedgerRecord, ledger_folder, reconcile
 from services.provisioner.plugin import LeftBehind
 from services.provisioner.vastai_api import VastClient
 from tools.single_gpu_inference_call import Call, Limits, Result
@@ -40,7 +40,6 @@ from worker.gpu_node.limits import (
 
 T = TypeVar("T")
 PROVIDER = "vastai"
-LEDGER_FOLDER = "ledger-single-gpu"
 RequestMaker = Callable[[bytes], InferenceRequest]
 
 
@@ -239,7 +238,7 @@ def rent_and_ask(
             extra["NODE_KEY_FILE"] = key_file
         shell = ClientShell(end, Ports(here, free_ports()), make_request, note, identity=identity, environ=extra)
         try:
-            folder = ledger_folder(environ).with_name(LEDGER_FOLDER)
+            folder = ledger_folder(environ).with_name(SINGLE_GPU_FOLDER)
             book = LedgerBook(folder, instance)
         except LedgerError as error:
             raise RentError(str(error).replace("no worker is started", "nothing is rented")) from None

@@ -33,7 +33,7 @@ from services.orchestrator.children import FATAL, Child, Children, how_it_ended
 from services.orchestrator.core import RunActor, ServiceLost, ServiceRestarted, StdioLine
 from services.orchestrator.door import choose_door
 from services.orchestrator.extras import Extras, FailWhenCollected
-from services.orchestrator.run_dir import RunDirectory
+from services.orchestrator.run_dir import RunDirectory, remove_stale
 from services.orchestrator.service import build, listen_on_stdin
 
 PROGRAM = "mvp-orchestrator"
@@ -57,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         from services.orchestrator.doctor import command
 
         return command.main(args[1:])
+    if args[:1] in (["workers"], ["reconcile"]):
+        from services.orchestrator import owned_command
+
+        return (owned_command.workers if args[0] == "workers" else owned_command.reconcile)(args[1:])
     if (text := information(args)) is not None:
         sys.stdout.write(text)
         return 0
@@ -149,6 +153,7 @@ class Launch:
         self._digest = resolved.digest
         door = choose_door(resolved, os.environ)
         self._directory = RunDirectory(resolved.run_dir, os.environ)
+        remove_stale(os.environ)
         self._files = init(self._directory.path, relay=resolved.relay, door=door)
         extras = self._extras = Extras(resolved, self._directory.path)
         if available():

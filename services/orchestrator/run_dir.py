@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from common.run_files import LOCK, clear, is_own, remove
+from common.run_files import ALIVE, LOCK, clear, is_own, remove
 from common.security import SecurityError
 
 
@@ -78,6 +79,44 @@ class RunDirectory:
         """Give the directory up; what somebody put there in the meantime stays."""
         remove(self.path)
         os.close(self._fd)
+
+
+def stale(environ: Mapping[str, str]) -> list[Path]:
+    """Run directories of the default kind that a killed run has left: keys lie in them, and nobody removes them."""
+    return [path for path in _candidates(environ) if _if_nobodys(path, lambda _: None)]
+
+
+def remove_stale(environ: Mapping[str, str]) -> list[Path]:
+    """Remove these, with the launch files of workers that the ledger will find or has found gone."""
+    return [path for path in _candidates(environ) if _if_nobodys(path, remove)]
+
+
+def _candidates(environ: Mapping[str, str]) -> list[Path]:
+    own = os.geteuid()
+    found = list(Path("/tmp").glob(f"smq-{own}-????????"))
+    if runtime := environ.get("XDG_RUNTIME_DIR", ""):
+        found += Path(runtime).glob("smq-????????")
+    return sorted(path for path in found if not path.is_symlink() and path.is_dir() and path.stat().st_uid == own)
+
+
+def _if_nobodys(path: Path, then: Callable[[Path], None]) -> bool:
+    """Do that, if an orchestrator once locked the directory and neither it nor a service of its run lives."""
+    locks: list[int] = []
+    try:
+        for name in (LOCK, ALIVE):
+            with contextlib.suppress(FileNotFoundError):
+                locks.append(os.open(path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+                fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An empty lock belongs to an orchestrator between the file's creation and its lock.
+        if not locks or not os.read(locks[0], 1):
+            return False
+        then(path)
+    except OSError:
+        return False
+    finally:
+        for lock in locks:
+            os.close(lock)
+    return True
 
 
 def default_path(environ: Mapping[str, str]) -> Path:

@@ -46,6 +46,9 @@ OWNER_GONE_MARGIN_MS = 1_000
 CANCELLABLE = frozenset({"vastai"})
 """Providers whose start takes minutes and can be given up."""
 
+OWED_MS = 20_000  # between two looks for a worker whose start or stop nobody has confirmed
+
+_OWED = "owed"
 _OWNER_FAST = "owner:fast"
 _OWNER_EXIT = "owner:exit"
 
@@ -114,6 +117,8 @@ class ProvisionerActor(ServiceActor):
             case _ if key == GOODBYE_TIMER:
                 self._goodbye_over = True
                 self._pump_stop(ctx)
+            case _ if key == _OWED:
+                ctx.effect(RunJob("recheck", "0/0", {}, limit_ms=PREPARE_LIMIT_MS, pool="stop"))
             case _ if key == _OWNER_FAST:
                 self._stop_all(Stopping(fast=True), ctx)
             case _ if key == _OWNER_EXIT:
@@ -337,6 +342,7 @@ class ProvisionerActor(ServiceActor):
         """S1 10.6. The discard also ends a start that timed out and may still succeed."""
         spec = node.spec
         node.state, node.error = NodeState.FAILED, error
+        ctx.timer(_OWED, OWED_MS)
         if not isinstance(node.ended, Failed):
             self._emit(event(EventKind.PROVISION_FAILED, spec.run_id, spec.node_id, self.config.provider, error), ctx)
         if node.minted is not None:
@@ -431,6 +437,7 @@ class ProvisionerActor(ServiceActor):
             self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "stopped"), ctx)
         if done.error:
             ctx.effect(Log("error", f"node {spec.node_id} is not stopped: {done.error}"))
+            ctx.timer(_OWED, OWED_MS)
         stopping = self._stopping
         if stopping is not None and stopping.reason and not stopping.reply_to and not node.exit_said:
             # Nobody asked for it: should the orchestrator still live, it must not take the worker for a running one.
@@ -495,6 +502,11 @@ class ProvisionerActor(ServiceActor):
         return f"{self._run.epoch}/{node.spec.node_id}"
 
     def _job_done(self, done: JobDone, ctx: Ctx) -> None:
+        if done.kind == "recheck":
+            # Of whatever run: money does not end with it.
+            if done.error or done.result:
+                ctx.timer(_OWED, OWED_MS)
+            return
         epoch, _, node_id = done.key.partition("/")
         if int(epoch) != self._run.epoch:
             return

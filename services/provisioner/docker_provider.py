@@ -19,6 +19,8 @@ from common.messages.provision import NodeProvisionSpec
 from services.provisioner.docker_container import Container
 from services.provisioner.docker_engine import Engine, EngineGone, Missing
 from services.provisioner.docker_spec import (
+    LABEL,
+    LABEL_FLEET,
     LABEL_HANDLE,
     create_arguments,
     device_requests,
@@ -27,7 +29,10 @@ from services.provisioner.docker_spec import (
 )
 from services.provisioner.plugin import (
     LeftBehind,
+    Listed,
+    Listing,
     MayBeLeft,
+    NotHere,
     Owner,
     PluginNodeHandle,
     ProviderError,
@@ -151,3 +156,21 @@ class DockerProvider:
             with contextlib.suppress(Missing):
                 self._engine.remove(str(found["Id"]))
         return stopped
+
+    def list_owned(self) -> Listing:
+        """Containers with the fleet's label, running or not. Raises NotHere without an engine."""
+        try:
+            found = self._engine.find(f"{LABEL}=worker")
+        except EngineGone as error:
+            raise NotHere(str(error)) from None
+        mine = [row for row in found if (row.get("Labels") or {}).get(LABEL_FLEET) == self._owner.fleet]
+        owned = tuple(
+            Listed(
+                str(row["Labels"].get(LABEL_HANDLE, "")),
+                f"container {str(row['Id'])[:12]}",
+                str(row.get("State", "unknown")),
+                int(row.get("Created") or 0) * 1000,
+            )
+            for row in mine
+        )
+        return Listing(owned, len(found) - len(owned))

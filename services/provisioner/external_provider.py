@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.actors import Ctx
 from common.messages.provision import NodeProvisionSpec
-from services.provisioner.plugin import LeftBehind, PluginNodeHandle, ProviderLine, Sink
+from services.provisioner.plugin import LeftBehind, Listing, PluginNodeHandle, ProviderLine, Sink
 
 NAME = "external"
 ABSENT_MS = 20_000  # a router that restarts knows no routes until its nodes have registered again
@@ -46,6 +46,10 @@ class ExternalProvider:
     def stop_left_behind(self, left: LeftBehind) -> bool:
         """Its lease has ended it by now; the ledger removes the launch file."""
         return False
+
+    def list_owned(self) -> Listing:
+        """Nobody lists other people's machines; the ledger knows who was awaited."""
+        return Listing()
 
 
 class Presence:

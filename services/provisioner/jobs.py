@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +22,13 @@ from common.launch_file import LAUNCH_FILE_NAME, LaunchFile
 from common.messages.provision import NodeProvisionSpec
 from common.security import planes_to_json, read_secret_file
 from services.provisioner import processes
+from services.provisioner.inventory import Providers, clear
 from services.provisioner.ledger import (
     Ledger,
     LedgerError,
     LedgerRecord,
-    Reconciled,
     fleet_id,
     ledger_folder,
-    reconcile,
 )
 from services.provisioner.plugin import LeftBehind, MayBeLeft, Owner, PluginNodeHandle, ProviderError, ProvisionPlugin
 from services.provisioner.registry import ProviderInputs, make_provider
@@ -36,6 +36,15 @@ from services.provisioner.sink import NodeSink
 from services.provisioner.state import Minted, Prepared
 
 WIDE_AREA_PROVIDERS = frozenset({"vastai"})
+OWED_MS = 600_000  # a worker whose start was not answered for so long and that no look has found was never started
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A worker that may be left: its start was not answered (then handle is None), or its stop was not confirmed."""
+
+    intent: LedgerRecord
+    handle: PluginNodeHandle | None
 
 
 @dataclass(slots=True)
@@ -75,6 +84,8 @@ class ProvisionerJobs:
         self._hf_token = ""
         self._instance = secrets.token_hex(8)
         self._tickets: dict[str, _Ticket] = {}
+        self._intents: dict[str, LedgerRecord] = {}
+        self._owed: dict[str, _Owed] = {}
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The kinds of RunJob that the core uses."""
@@ -87,6 +98,7 @@ class ProvisionerJobs:
             "hurry": self.hurry,
             "discard": self.discard,
             "cancel": self.cancel,
+            "recheck": self.recheck,
         }
 
     # --- jobs -------------------------------------------------------------------------------------------------
@@ -109,8 +121,14 @@ class ProvisionerJobs:
             # A provider that still has workers of ours keeps them: another instance would not know them.
             if self._plugin is None or self._config != config:
                 self._plugin, self._config = plugin, config
-        done = reconcile_all(folder, self._here.environment, config)
-        return Prepared(done.stopped, tuple(done.problems))
+        with contextlib.suppress(ProviderError):
+            self.recheck()
+        cleared = clear(Providers(here.environment, config, owner), [config.provider])
+        problems = [*cleared.stock.problems, *cleared.done.problems]
+        if config.provider not in cleared.stock.foreign:
+            # Nothing is started, least of all rented, while nobody knows what there is already.
+            raise ProviderError(problems[0] if problems else f"what is owned at {config.provider} is unknown")
+        return Prepared(cleared.done.stopped + len(cleared.orphans), tuple(problems))
 
     def mint(self, spec: NodeProvisionSpec, run: bytes, orchestrator: bytes, orchestrator_node: bytes) -> Minted:
         """The worker's keypair and launch file. The secret key goes nowhere else."""
@@ -164,6 +182,7 @@ class ProvisionerJobs:
             boot_id=processes.boot_id(),
             launch=minted.launch,
             public_key=minted.public_key.hex(),
+            at_unix_ms=time.time_ns() // 1_000_000,
         )
         try:
             handle = self._start(plugin, ledger, intent, spec, ticket.sink)
@@ -223,6 +242,27 @@ class ProvisionerJobs:
         else:
             self._forget(ticket)
 
+    def recheck(self) -> int:
+        """Look again for what may be left, and stop it. How many are still owed: of these the next start is told."""
+        plugin, ledger, _ = self._parts()
+        with self._lock:
+            owed = list(self._owed.items())
+        for id, item in owed:
+            intent = item.intent
+            left = LeftBehind(id, intent.provider, intent.run, intent.node_id, intent.boot_id, item.handle)
+            age_ms = time.time_ns() // 1_000_000 - intent.at_unix_ms
+            with contextlib.suppress(ProviderError):
+                if plugin.stop_left_behind(left) or item.handle is not None or age_ms > OWED_MS:
+                    _settle(ledger, id)
+                    with self._lock:
+                        self._owed.pop(id, None)
+        with self._lock:
+            return len(self._owed)
+
+    def _owe(self, id: str, handle: PluginNodeHandle | None) -> None:
+        with self._lock:
+            self._owed[id] = _Owed(self._intents[id], handle)
+
     def close(self) -> None:
         """At the end of the process: the ledger goes if everything in it is settled."""
         with self._lock:
@@ -251,10 +291,13 @@ class ProvisionerJobs:
         self, plugin: ProvisionPlugin, ledger: Ledger, intent: LedgerRecord, spec: NodeProvisionSpec, sink: NodeSink
     ) -> PluginNodeHandle:
         ledger.append(intent)
+        with self._lock:
+            self._intents[intent.id] = intent
         try:
             handle = plugin.start_node(intent.id, spec, Path(intent.launch), sink)
         except MayBeLeft as error:
             _settle(ledger, intent.id, str(error))
+            self._owe(intent.id, None)
             raise
         except Exception:
             _settle(ledger, intent.id)
@@ -276,6 +319,7 @@ class ProvisionerJobs:
             plugin.stop_node(handle, fast)
         except Exception as error:
             _settle(ledger, handle.id, str(error) or type(error).__name__)
+            self._owe(handle.id, handle)
             raise
         _settle(ledger, handle.id)
         # Its last lines and its exit come before the news that it is stopped.
@@ -289,21 +333,6 @@ class ProvisionerJobs:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
             path.parent.rmdir()
-
-
-def reconcile_all(folder: Path, environment: Mapping[str, str], config: ProvisionerSlice | None = None) -> Reconciled:
-    """Reconcile with whatever providers the entries name; config: this run's, for entries of the same provider."""
-    made: dict[str, ProvisionPlugin] = {}
-
-    def stop(left: LeftBehind) -> bool:
-        if left.provider not in made:
-            own = config is not None and config.provider == left.provider
-            chosen = config if own and config is not None else ProvisionerSlice(provider=left.provider)
-            inputs = ProviderInputs(chosen, environment, state=folder.parent)
-            made[left.provider] = make_provider(left.provider, inputs)
-        return made[left.provider].stop_left_behind(left)
-
-    return reconcile(folder, stop)
 
 
 def _settle(ledger: Ledger, handle_id: str, error: str = "") -> None:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from services.provisioner.plugin import LeftBehind, PluginNodeHandle
 
 LEDGER_BYTES_MAX = 64 * 1024 * 1024  # no honest instance comes near; a broken file must not fill our memory
 SUFFIX = ".jsonl"
+FLEET_FILE = "fleet"
+SINGLE_GPU_FOLDER = "ledger-single-gpu"
+"""Beside the provisioners' folder: what single-gpu-inference rents."""
 
 
 class LedgerError(Exception):
@@ -31,7 +35,10 @@ class LedgerError(Exception):
 
 
 class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. id: the handle id, the key of all. launch, public_key: the launch file, to remove it later."""
+    """One line. id: the handle id, the key of all. launch, public_key: the launch file, to remove it later.
+
+    at_unix_ms: when the line was written; 0 in ledgers of older versions.
+    """
 
     op: Literal["intent", "handle", "stopped"]
     id: str
@@ -46,14 +53,39 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     process_id: int | None = None
     facts: dict[str, str | int] = {}
     error: str = ""
+    at_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """One entry that `reconcile` closed. stopped: it was still alive; else it had ended by itself."""
+
+    entry: LedgerRecord
+    stopped: bool
 
 
 @dataclass(slots=True)
 class Reconciled:
-    """What `reconcile` did. stopped: workers that were still alive; problems: sentences about what stays open."""
+    """What `reconcile` did. problems: sentences about what stays open."""
 
-    stopped: int = 0
+    settled: list[Settled] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> int:
+        """How many workers were still alive."""
+        return sum(item.stopped for item in self.settled)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEntry:
+    """A worker that some ledger still answers for. alive: the instance that wrote it runs; handle: None while the
+    worker starts; error: why the last stop was not confirmed."""
+
+    intent: LedgerRecord
+    handle: LedgerRecord | None
+    alive: bool
+    error: str = ""
 
 
 def ledger_folder(environment: Mapping[str, str]) -> Path:
@@ -71,7 +103,7 @@ def fleet_id(environment: Mapping[str, str]) -> str:
     Raises LedgerError.
     """
     folder = ledger_folder(environment).parent
-    path = folder / "fleet"
+    path = folder / FLEET_FILE
     try:
         _make_folder(folder)
         if not path.exists():
@@ -113,7 +145,8 @@ class Ledger:
 
     def append(self, record: LedgerRecord) -> None:
         """Write and fsync. Raises LedgerError; then the file holds whole records only, as before."""
-        line = msgspec.json.encode(record) + b"\n"
+        at_ms = record.at_unix_ms or time.time_ns() // 1_000_000
+        line = msgspec.json.encode(msgspec.structs.replace(record, at_unix_ms=at_ms)) + b"\n"
         with self._lock:
             try:
                 _write_all(self._fd, line)
@@ -165,26 +198,65 @@ def reconcile(folder: Path, stop: Callable[[LeftBehind], bool]) -> Reconciled:
     return result
 
 
-def _settle(path: Path, handle: int, stop: Callable[[LeftBehind], bool], result: Reconciled) -> None:
-    records, damaged = read_records(handle)
-    entries: dict[str, LedgerRecord] = {}
+def open_entries(folder: Path) -> list[OpenEntry]:
+    """What all ledgers of the folder answer for, those of living instances too; changes nothing.
+
+    A file that cannot be read raises LedgerError: what it names is unknown, and unknown is never "none".
+    """
+    found: list[OpenEntry] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise LedgerError(f"cannot read the ledger {path}: {error.strerror}") from None
+        try:
+            alive = _is_locked(handle)
+            found += [OpenEntry(i, h, alive, e) for i, h, e in _open_of(read_records(handle)[0])]
+        finally:
+            os.close(handle)
+    return found
+
+
+def _open_of(records: list[LedgerRecord]) -> list[tuple[LedgerRecord, LedgerRecord | None, str]]:
+    """(intent, handle, error of the last stop) of every entry that is not settled, in the order of their start."""
+    intents: dict[str, LedgerRecord] = {}
     handles: dict[str, LedgerRecord] = {}
+    errors: dict[str, str] = {}
     for record in records:
         if record.op == "intent":
-            entries[record.id] = record
+            intents[record.id] = record
         elif record.op == "handle":
             handles[record.id] = record
-        elif not record.error:
-            entries.pop(record.id, None)
+        elif record.error:
+            errors[record.id] = record.error
+        else:
+            intents.pop(record.id, None)
+    return [(intent, handles.get(id), errors.get(id, "")) for id, intent in intents.items()]
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    return False
+
+
+def _settle(path: Path, handle: int, stop: Callable[[LeftBehind], bool], result: Reconciled) -> None:
+    records, damaged = read_records(handle)
     failed = False
     # Last started first, as the guard would.
-    for entry in reversed(entries.values()):
+    for entry, known, _ in reversed(_open_of(records)):
         try:
-            result.stopped += stop(_left_behind(entry, handles.get(entry.id)))
+            stopped = stop(left_behind(entry, known))
         except Exception as error:  # a plugin's bug or failure with one entry must not keep us from the others
             failed = True
             result.problems.append(f"a worker of an earlier run (node {entry.node_id}) is not stopped: {error}")
             continue
+        result.settled.append(Settled(entry, stopped))
         _remove_launch_file(entry)
     if failed:
         return
@@ -214,9 +286,10 @@ def read_records(handle: int) -> tuple[list[LedgerRecord], int]:
     return records, damaged
 
 
-def _left_behind(entry: LedgerRecord, handle: LedgerRecord | None) -> LeftBehind:
+def left_behind(entry: LedgerRecord, handle: LedgerRecord | None) -> LeftBehind:
+    """What a provider needs to stop the worker of this entry."""
     known = None if handle is None else PluginNodeHandle(entry.id, handle.process_id, handle.facts)
-    return LeftBehind(entry.id, entry.provider, entry.run, entry.node_id, entry.boot_id, known)
+    return LeftBehind(entry.id, entry.provider, entry.run, entry.node_id, entry.boot_id, known, entry.at_unix_ms)
 
 
 def _remove_launch_file(entry: LedgerRecord) -> None:

@@ -18,6 +18,10 @@ class ProviderError(Exception):
     """A provider could not do what it was asked; str() is one sentence without secrets for the run's error line."""
 
 
+class NotHere(ProviderError):
+    """The provider cannot be asked on this machine, and nothing says that it should be: no engine, no key."""
+
+
 class MayBeLeft(ProviderError):
     """A start failed and it is not certain that nothing of it is left: its ledger entry stays open."""
 
@@ -85,7 +89,10 @@ class PluginNodeHandle:
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """An entry of a dead instance's ledger. handle: None if it died between intent and handle."""
+    """An entry of a dead instance's ledger, or a worker of ours that no ledger names (then run is "").
+
+    handle: None if it died between intent and handle; at_unix_ms: when the intent was written, 0 if unknown.
+    """
 
     id: str
     provider: str
@@ -93,6 +100,29 @@ class LeftBehind:
     node_id: int
     boot_id: str
     handle: PluginNodeHandle | None = None
+    at_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A worker as its provider's own listing shows it. id: the handle id it is marked with; where: for people.
+
+    since_unix_ms: 0 if the listing does not say; price: US dollars an hour, None where nothing is charged.
+    """
+
+    id: str
+    where: str
+    state: str
+    since_unix_ms: int = 0
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a provider's listing shows of one fleet. foreign: how many workers of others stand beside them."""
+
+    owned: tuple[Listed, ...] = ()
+    foreign: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +157,7 @@ class ProvisionPlugin(Protocol):
 
     def stop_left_behind(self, left: LeftBehind) -> bool:
         """Stop what an earlier process started, only if it is provably that. True if something was stopped."""
+
+    def list_owned(self) -> Listing:
+        """Whatever bears this fleet's mark, by the provider's own listing. Raises NotHere, or ProviderError when the
+        listing cannot be read: that is never an empty one."""

@@ -28,6 +28,8 @@ from services.provisioner.lines import LineSplitter, bridge_frame
 from services.provisioner.plugin import (
     Exited,
     LeftBehind,
+    Listed,
+    Listing,
     PluginNodeHandle,
     PluginObservation,
     ProviderError,
@@ -65,7 +67,8 @@ def worker_environment(own: Mapping[str, str], wanted: Mapping[str, str], mark: 
 
 
 class ProcessProvider:
-    """One instance per provisioner. environment: of which the allow-list is passed; redact: removes known secrets."""
+    """One instance per provisioner. environment: of which the allow-list is passed; redact: removes known secrets;
+    fleet: whose workers these are."""
 
     name = NAME
 
@@ -75,8 +78,9 @@ class ProcessProvider:
         environment: Mapping[str, str],
         redact: Callable[[bytes], bytes] = bytes,
         grace_ms: int = PROCESS_STOP_GRACE_MS,
+        fleet: str = "",
     ) -> None:
-        self._worker_bin = worker_bin
+        self._worker_bin, self._fleet = worker_bin, fleet
         self._environment = dict(environment)
         self._redact = redact
         self._grace_ms = grace_ms
@@ -103,7 +107,8 @@ class ProcessProvider:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=worker_environment(self._environment, spec.env, handle_id),
+                env=worker_environment(self._environment, spec.env, handle_id)
+                | ({processes.FLEET_VARIABLE: self._fleet} if self._fleet else {}),
                 start_new_session=True,
                 bufsize=0,
             )
@@ -150,6 +155,16 @@ class ProcessProvider:
         if alive := processes.wait_gone(killed, KILL_WAIT_MS):
             raise ProviderError(f"worker process {alive[0]} of an earlier run does not die")
         return bool(killed)
+
+    def list_owned(self) -> Listing:
+        """Every process tree of this machine that bears the fleet's mark."""
+        marked = processes.marked_with(processes.FLEET_VARIABLE, self._fleet) if self._fleet else {}
+        return Listing(
+            tuple(
+                Listed(mark, f"pid {pids[0]}", "running", processes.started_unix_ms(pids[0]))
+                for mark, pids in marked.items()
+            )
+        )
 
 
 class _Worker:

@@ -18,6 +18,9 @@ from pathlib import Path
 MARK_VARIABLE = "SMQ_WORKER"
 """Environment variable with the handle id of the worker: no secret, but unguessable, so that it proves kinship."""
 
+FLEET_VARIABLE = "SMQ_FLEET"
+"""Whose worker it is (design.md 6 row 32): by this one that no ledger names any more is still found."""
+
 _PROC = Path("/proc")
 
 
@@ -42,15 +45,39 @@ def start_time(pid: int) -> int | None:
 
 def marks_of(pid: int) -> str | None:
     """The mark of a process, "" if it has none, None if that cannot be read (not ours, or gone)."""
+    return variable_of(pid, MARK_VARIABLE)
+
+
+def variable_of(pid: int, wanted: str) -> str | None:
+    """An environment variable of a process, "" if it has none, None if that cannot be read."""
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:
         return None
     for item in environment.split(b"\0"):
         name, _, value = item.partition(b"=")
-        if name == MARK_VARIABLE.encode():
+        if name == wanted.encode():
             return value.decode("ascii", "replace")
     return ""
+
+
+def marked_with(variable: str, value: str) -> dict[str, list[int]]:
+    """Living processes of this user with that variable: mark → pids, the first started first."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for pid in _own_pids():
+        if variable_of(pid, variable) == value and (mark := marks_of(pid)) and (started := start_time(pid)) is not None:
+            found.setdefault(mark, []).append((started, pid))
+    return {mark: [pid for _, pid in sorted(pids)] for mark, pids in found.items()}
+
+
+def started_unix_ms(pid: int) -> int:
+    """When a process started, 0 if that cannot be read."""
+    ticks = start_time(pid)
+    try:
+        up_s = float((_PROC / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0 if ticks is None else int((time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")) * 1000)
 
 
 def kill_identified(pid: int, started: int, mark: str) -> bool:

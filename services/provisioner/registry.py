@@ -47,7 +47,9 @@ def _vastai(inputs: ProviderInputs) -> ProvisionPlugin:
 
 
 _PROVIDERS: dict[str, Callable[[ProviderInputs], ProvisionPlugin]] = {
-    "process": lambda inputs: ProcessProvider(inputs.config.worker_bin, inputs.environment, inputs.redact),
+    "process": lambda inputs: ProcessProvider(
+        inputs.config.worker_bin, inputs.environment, inputs.redact, fleet=inputs.owner.fleet
+    ),
     "docker": _docker,
     "vastai": _vastai,
     "external": lambda _: ExternalProvider(),

@@ -11,8 +11,9 @@ from common.addresses import Role
 from common.host import Host
 from common.redact import Redactor
 from services.provisioner.core import ProvisionerActor
-from services.provisioner.jobs import ProvisionerJobs, Surroundings, reconcile_all
-from services.provisioner.ledger import LedgerError, ledger_folder
+from services.provisioner.inventory import Providers, clear
+from services.provisioner.jobs import ProvisionerJobs, Surroundings
+from services.provisioner.ledger import LedgerError
 from services.provisioner.sink import NodeSink
 
 
@@ -54,7 +55,8 @@ def cleanup(environment: Mapping[str, str]) -> int:
     Returns the exit status: 0 when nothing is left.
     """
     try:
-        done = reconcile_all(ledger_folder(environment), environment)
+        # Not the listings: it runs at the end of a launch, which has 15 seconds; the next start reads them.
+        done = clear(Providers(environment), []).done
     except LedgerError as error:
         sys.stderr.write(f"provisioner: {error}\n")
         return 1

@@ -20,6 +20,20 @@ def label(fleet: str, handle_id: str) -> str:
     return f"{LABEL_PREFIX}-{fleet}-{handle_id}"
 
 
+def handle_of(label_text: str, fleet: str) -> str:
+    """The handle id in a label of this fleet, "" for every other label."""
+    prefix = f"{LABEL_PREFIX}-{fleet}-"
+    return label_text.removeprefix(prefix) if fleet and label_text.startswith(prefix) else ""
+
+
+def is_of(label_text: str, handle_id: str) -> bool:
+    """Whether a label is that of this handle, whose random part no other label has: of the provisioner's (with a fleet
+    in front), or of single-gpu-inference, whose handles are the labels themselves."""
+    return bool(handle_id) and (
+        label_text == handle_id or (label_text.startswith(f"{LABEL_PREFIX}-") and label_text.endswith(f"-{handle_id}"))
+    )
+
+
 def filters(wanted: VastAiSlice) -> dict[str, Any]:
     """The body of the search; numbers as numbers, or they are compared as texts."""
     asked: dict[str, Any] = {
@@ -85,10 +99,16 @@ def choose(offers: list[dict[str, Any]], wanted: VastAiSlice, excluded: set[int]
     return sorted((offer for offer in offers if usable(offer)), key=lambda offer: (offer["dph_total"], offer["id"]))
 
 
+def price_of(row: Mapping[str, Any]) -> float | None:
+    """Dollars an hour, None if the row does not say."""
+    price = row.get("dph_total")
+    return float(price) if isinstance(price, int | float) and price > 0 else None
+
+
 def overpriced(row: Mapping[str, Any], offered: float, wanted: VastAiSlice) -> str:
     """Why the contract's price is not accepted, "" if it is."""
-    price = row.get("dph_total")
-    if not isinstance(price, int | float):
+    price = price_of(row)
+    if price is None:
         return ""
     most = min(price_limit(wanted) or offered * PRICE_TOLERANCE, offered * PRICE_TOLERANCE)
     return f"it costs ${price:.3f} an hour, offered were ${offered:.3f}" if price > most + 1e-9 else ""
@@ -122,10 +142,18 @@ def endpoints(row: Mapping[str, Any]) -> list[tuple[str, int]]:
     return found
 
 
-def spent(hours: float, price: float, wanted: VastAiSlice) -> str:
-    """Which limit a machine has reached after so many hours, "" if none."""
+def spent(hours: float, cost: float, wanted: VastAiSlice) -> str:
+    """Which limit is reached by a machine after so many hours, or by a run of that cost in dollars; "" if none."""
     if wanted.max_hours is not None and hours >= wanted.max_hours:
         return f"the limit [vastai] max_hours = {wanted.max_hours:g} is reached"
-    if wanted.max_spend is not None and hours * price >= wanted.max_spend:
+    if wanted.max_spend is not None and cost >= wanted.max_spend:
         return f"the limit [vastai] max_spend = {wanted.max_spend:g} dollars is reached"
     return ""
+
+
+def longest_hours(price: float, wanted: VastAiSlice) -> float | None:
+    """After how many hours a machine of this price has reached one of the limits by itself; None without limits."""
+    limits = [wanted.max_hours] if wanted.max_hours is not None else []
+    if wanted.max_spend is not None:
+        limits.append(wanted.max_spend / price)
+    return min(limits) if limits else None

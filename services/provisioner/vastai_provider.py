@@ -19,12 +19,15 @@ from common.config_slices import VastAiSlice
 from common.messages.provision import NodeProvisionSpec
 from common.security import read_secret_file
 from services.provisioner import processes
+from services.provisioner import vastai_end as end
 from services.provisioner import vastai_offers as offers
 from services.provisioner import vastai_scripts as scripts
 from services.provisioner.plugin import (
     Failed,
     LeftBehind,
+    Listing,
     MayBeLeft,
+    NotHere,
     Owner,
     PluginNodeHandle,
     ProviderError,
@@ -39,11 +42,12 @@ NAME = "vastai"
 ATTEMPTS = 3
 START_S = 840  # below the provisioner's own limit, so that it is we who clean up
 GONE_READS = 2  # a row may lag behind its creation
-FIND_READS = 4
-DESTROY_S = 90
+STUCK_S = 300  # neither state nor message of a starting machine has changed for so long: an image's pull tells more
+LATE_S = 600  # so long after a create without an answer its instance may still appear
+RATE_TRIES, RATE_S = 5, 12  # the create has a penalty of 12 s (A2)
 NO_OFFER = "vast.ai has no machine within the limits of [vastai]; relax them or try later"
 UNKNOWN_S = 120  # no heartbeat of the machine for so long while it starts
-FORWARD_NAMES = ("control", "prompt", "edge", "stream")
+TUNNEL_GONE_MS = 2000
 
 
 @dataclass(slots=True)
@@ -51,11 +55,16 @@ class Rented:
     """One instance of ours."""
 
     instance: int
-    label: str
+    handle_id: str
     price: float
     since: float = field(default_factory=time.monotonic)
     session: Session | None = None
     over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def hours(self) -> float:
+        """Since it was rented."""
+        return (time.monotonic() - self.since) / 3600
 
 
 class VastAiProvider:
@@ -80,6 +89,10 @@ class VastAiProvider:
         self._rented: dict[str, Rented] = {}
         self._cancelled: set[str] = set()
         self._excluded: set[int] = set()
+        self._uncertain: dict[str, float] = {}
+        """Handle id → until when an instance of a create without an answer may still appear, monotonic seconds."""
+        self._costs: dict[str, float] = {}
+        """Run → dollars of its machines that are gone."""
         self._client: VastClient | None = None
 
     # --- preparation (S1 7.3) -------------------------------------------------------------------------------------
@@ -145,8 +158,7 @@ class VastAiProvider:
                 threading.Thread(
                     target=self._watch, args=(rented,), name=f"vast-{rented.instance}", daemon=True
                 ).start()
-                facts: dict[str, str | int] = {"instance": rented.instance, "label": rented.label}
-                facts["price"] = f"{rented.price:.4f}"
+                facts: dict[str, str | int] = {"instance": rented.instance, "price": f"{rented.price:.4f}"}
                 return PluginNodeHandle(handle_id, None, facts)
             except MayBeLeft:
                 raise
@@ -156,12 +168,14 @@ class VastAiProvider:
                 self._give_back(handle_id, rented, error)
                 if isinstance(error, Cancelled) or time.monotonic() > until or _hopeless(error):
                     break
-        if len(failures) == 1:
-            raise ProviderError(failures[0])
         last = failures[-1]
-        if last == NO_OFFER:
-            last = f"{failures[-2]}, and no other machine is within the limits of [vastai]"
-        raise ProviderError(f"{last} (after {len(failures)} attempts)")
+        if len(failures) > 1:
+            if last == NO_OFFER:
+                last = f"{failures[-2]}, and no other machine is within the limits of [vastai]"
+            last = f"{last} (after {len(failures)} attempts)"
+        if self._is_uncertain(handle_id):
+            raise MayBeLeft(f"{last}; a rental that vast.ai did not answer may still appear and is looked for")
+        raise ProviderError(last)
 
     def cancel_start(self, handle_id: str) -> None:
         """A start under way ends as soon as it can; what it rented is destroyed."""
@@ -172,32 +186,42 @@ class VastAiProvider:
         if rented is None:
             return
         try:
-            self._destroy(rented.instance, rented.label)
+            self._destroy(rented.instance, handle_id)
         except ProviderError as second:
             raise MayBeLeft(f"{error}; {second}") from None
+        finally:
+            self._count(rented)
+
+    def _count(self, rented: Rented) -> None:
+        with self._lock:
+            run = _run_of(rented.handle_id)
+            self._costs[run] = self._costs.get(run, 0.0) + rented.hours * rented.price
+
+    def _limit_reached(self, rented: Rented) -> str:
+        with self._lock:
+            before = self._costs.get(_run_of(rented.handle_id), 0.0)
+        return offers.spent(rented.hours, before + rented.hours * rented.price, self.config)
+
+    def _is_uncertain(self, handle_id: str) -> bool:
+        return time.monotonic() < self._uncertain.get(handle_id, 0.0)
 
     def _rent(
         self, handle_id: str, spec: NodeProvisionSpec, say: Callable[[str], None]
     ) -> tuple[Rented, dict[str, Any]]:
         config, client = self.config, self.client
-        label = offers.label(self._owner.fleet, handle_id)
 
         def cancelled() -> bool:
             with self._lock:
                 return handle_id in self._cancelled
 
         own = read_secret_file(Path(config.onstart_file)).decode() if config.onstart_file else ""
-        onstart = scripts.onstart(own, client.base, config.max_hours)
-        if len(onstart) > scripts.ONSTART_CHARS_MAX:
-            raise ProviderError("[vastai] onstart is too long: vast.ai takes 4096 characters, of which 1500 are ours")
         body = {
             "client_id": "me",
             "image": spec.image or self._image,
             "disk": config.disk_gb,
-            "label": label,
+            "label": offers.label(self._owner.fleet, handle_id),
             "runtype": "ssh_direc ssh_proxy",
             "env": {name: value for name, value in spec.env.items() if name not in NEVER_PASSED},
-            "onstart": onstart,
             "cancel_unavail": True,
             "price": None,
         }
@@ -210,35 +234,66 @@ class VastAiProvider:
                 if cancelled():
                     raise Cancelled("the start was cancelled")
                 price = float(offer["dph_total"])
-                try:
-                    instance = client.create(int(offer["id"]), body)
-                except VastError as error:
-                    if error.contract is not None:
-                        self._destroy(error.contract, label)
-                    if error.kind == "gone" or error.contract is not None:
-                        continue
-                    if error.kind == "rate":
-                        client.sleep(12 * self._pace, cancelled)
-                        continue
-                    if error.kind != "unknown":
-                        raise
-                    instance = self._find(label, error)
-                say(f"rented instance {instance} (machine {offer.get('machine_id')}) for ${price:.3f} an hour")
-                return Rented(instance, label, price), offer
+                onstart = scripts.onstart(own, client.base, offers.longest_hours(price, config))
+                if len(onstart) > scripts.ONSTART_CHARS_MAX:
+                    raise ProviderError(
+                        "[vastai] onstart is too long: vast.ai takes 4096 characters, of which 1500 are ours"
+                    )
+                instance = self._create(int(offer["id"]), body | {"onstart": onstart}, handle_id, cancelled, say)
+                if instance:
+                    say(f"rented instance {instance} (machine {offer.get('machine_id')}) for ${price:.3f} an hour")
+                    return Rented(instance, handle_id, price), offer
         raise ProviderError("vast.ai sold every machine within the limits to somebody else; try again")
 
-    def _find(self, label: str, error: VastError) -> int:
-        """Nobody knows whether the rental was carried out: the list does, after a while."""
+    def _create(
+        self,
+        offer: int,
+        body: Mapping[str, Any],
+        handle_id: str,
+        cancelled: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> int:
+        """The instance; 0 if this offer cannot be had. Asked again only where it was certainly not carried out."""
+        for left in reversed(range(RATE_TRIES)):
+            try:
+                return self.client.create(offer, body)
+            except VastError as error:
+                if error.contract is not None:
+                    self._destroy(error.contract, handle_id)
+                    return 0
+                if error.kind == "gone":
+                    return 0
+                if error.kind == "unknown":
+                    return self._find(handle_id, error, say)
+                if error.kind != "rate" or not left:
+                    raise
+            self.client.sleep(RATE_S * self._pace, cancelled)
+        raise AssertionError("unreachable")
+
+    def _find(self, handle_id: str, error: VastError, say: Callable[[str], None]) -> int:
+        """Nobody knows whether it was carried out: the list does, after a while. 0: it seems that it was not."""
+        self._uncertain[handle_id] = time.monotonic() + LATE_S * self._pace
+        say(f"{error}; looking whether it was rented")
         try:
-            for _ in range(FIND_READS):
-                time.sleep(3 * self._pace)
-                for row in self.client.list_all():
-                    if row.get("label") == label and isinstance(row.get("id"), int):
-                        return int(row["id"])
+            # A young row is not listed at once: the first look comes after a pause.
+            self.client.sleep(end.FIND_PAUSE_S * self._pace, lambda: False)
+            found = end.find(self.client, handle_id, end.FIND_READS, self._pace)
         except VastError as second:
             raise MayBeLeft(f"{error}, and what was rented cannot be listed: {second}") from None
-        # It may still come: whoever starts next looks again.
-        raise MayBeLeft(f"{error}; no instance with its label is listed yet")
+        if found:
+            self._uncertain.pop(handle_id, None)
+            return int(found[0]["id"])
+        say("it is not listed; another offer is taken, and the list is watched for it")
+        return 0
+
+    def _drop_twins(self, rented: Rented) -> None:
+        """A create without an answer may show its instance after another one was rented: that one is not needed."""
+        if not self._is_uncertain(rented.handle_id):
+            return
+        with contextlib.suppress(VastError):
+            for row in end.rows_of(self.client, rented.handle_id):
+                if row["id"] != rented.instance:
+                    self.client.destroy(int(row["id"]))
 
     @contextlib.contextmanager
     def _account(self, cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -266,8 +321,9 @@ class VastAiProvider:
         bootstrap = read_secret_file(Path(config.bootstrap_command_file)).decode()
         launch = launch_file.read_bytes()
         script = scripts.deploy(bootstrap, len(launch), self.client.base)
-        known_hosts = self._state / f"known-hosts-{rented.instance}"
+        known_hosts = self._known_hosts(handle_id)
         missing, silent_since, last = 0, 0.0, ""
+        seen, moved = "", time.monotonic()
         reason = "its ssh server did not come up"
         try:
             while time.monotonic() < until:
@@ -278,14 +334,23 @@ class VastAiProvider:
                     raise BadMachine(f"instance {rented.instance} vanished")
                 if row is None:
                     continue
-                if costs := offers.overpriced(row, rented.price, config):
+                if costs := offers.overpriced(row, float(offer["dph_total"]), config):
                     raise BadMachine(f"instance {rented.instance} is given back: {costs}")
+                rented.price = offers.price_of(row) or rented.price
+                if limit := self._limit_reached(rented):
+                    raise LimitReached(f"{limit}; instance {rented.instance} is given back")
+                self._drop_twins(rented)
                 if why := offers.verdict(row):
                     raise BadMachine(f"instance {rented.instance} will not start: {why}")
                 status = str(row.get("actual_status") or "provisioning")
                 if status != last:
                     say(f"instance {rented.instance} is {status}")
                     last = status
+                if (now := f"{status} {row.get('status_msg')}") != seen:
+                    seen, moved = now, time.monotonic()
+                if time.monotonic() - moved > STUCK_S * self._pace:
+                    why = f"{seen.strip()}" if status != "running" else reason
+                    raise BadMachine(f"instance {rented.instance} does not get on for {STUCK_S // 60} minutes: {why}")
                 silent_since = silent_since or time.monotonic() if status == "unknown" else 0.0
                 if silent_since and time.monotonic() - silent_since > UNKNOWN_S * self._pace:
                     raise BadMachine(f"instance {rented.instance} gives no sign of life")
@@ -315,14 +380,16 @@ class VastAiProvider:
         session = rented.session
         assert session is not None
         while not rented.over.wait(self.config.poll_interval_secs * self._pace):
-            hours = (time.monotonic() - rented.since) / 3600
-            if limit := offers.spent(hours, rented.price, self.config):
+            if limit := self._limit_reached(rented):
                 session.end(Failed(f"{limit}; instance {rented.instance} is given back"))
                 return
+            self._drop_twins(rented)
             try:
                 row = self.client.show(rented.instance)
             except ProviderError:
                 continue
+            if row is not None:
+                rented.price = offers.price_of(row) or rented.price
             missing = missing + 1 if row is None else 0
             why = f"instance {rented.instance} vanished" if missing >= GONE_READS else ""
             if row is not None and (bad := offers.verdict(row)):
@@ -346,38 +413,32 @@ class VastAiProvider:
             if not fast:
                 rented.session.wait(2)
             rented.session.close()
-        self._destroy(rented.instance, rented.label)
+        self._destroy(rented.instance, handle.id)
+        self._count(rented)
         with self._lock:
             self._rented.pop(handle.id, None)
 
-    def _destroy(self, instance: int, label: str, limit_s: float = DESTROY_S) -> None:
-        """Until a successful list does not show it any more."""
-        until = time.monotonic() + limit_s * max(self._pace, 0.1)
-        problem = ""
-        while True:
-            try:
-                self.client.destroy(instance)
-                if all(row.get("id") != instance and row.get("label") != label for row in self.client.list_all()):
-                    (self._state / f"known-hosts-{instance}").unlink(missing_ok=True)
-                    return
-                problem = "it is still listed"
-            except VastError as error:
-                problem = str(error)
-            if time.monotonic() > until:
-                raise ProviderError(
-                    f"instance {instance} may still run and cost money ({problem}); the next start destroys it, or "
-                    "do it at https://cloud.vast.ai/instances/"
-                )
-            time.sleep(2 * self._pace)
+    def _known_hosts(self, handle_id: str) -> Path:
+        return self._state / f"known-hosts-{handle_id}"
+
+    def _destroy(self, instance: int, handle_id: str) -> None:
+        """Until a successful list shows it gone. Raises ProviderError."""
+        end.destroy(self.client, instance, handle_id, self._pace)
+        self._known_hosts(handle_id).unlink(missing_ok=True)
 
     def stop_left_behind(self, left: LeftBehind) -> bool:
         """By its label, which only this fleet's ledger knows; instances of others are never touched."""
-        processes.kill_marked(left.id)
-        suffix = f"-{left.id}"
-        found = [row for row in self.client.list_all() if _ours(str(row.get("label") or ""), suffix)]
-        for row in found:
-            self._destroy(int(row["id"]), str(row["label"]))
-        return bool(found)
+        tunnels = processes.kill_marked(left.id)
+        found = end.destroy_left_behind(self.client, left, self._pace, lambda: time.time_ns() // 1_000_000)
+        processes.wait_gone(tunnels, TUNNEL_GONE_MS)
+        self._known_hosts(left.id).unlink(missing_ok=True)
+        return found
+
+    def list_owned(self) -> Listing:
+        """The account's instances with the fleet's label. Raises NotHere without a key."""
+        if self._config is None and not self._environment.get("VASTAI_API_KEY"):
+            raise NotHere("VASTAI_API_KEY is not set")
+        return end.listing(self.client, self._owner.fleet)
 
 
 class BadMachine(ProviderError):
@@ -388,9 +449,15 @@ class NoOffer(ProviderError):
     """Nothing can be rented within the limits."""
 
 
-def _ours(label: str, suffix: str) -> bool:
-    return label.startswith(f"{offers.LABEL_PREFIX}-") and label.endswith(suffix)
+class LimitReached(ProviderError):
+    """A limit of money or time: no other machine may take its place."""
+
+
+def _run_of(handle_id: str) -> str:
+    return handle_id.partition("-")[0]
 
 
 def _hopeless(error: Exception) -> bool:
-    return isinstance(error, NoOffer) or (isinstance(error, VastError) and error.kind in ("auth", "refused"))
+    return isinstance(error, NoOffer | LimitReached) or (
+        isinstance(error, VastError) and error.kind in ("auth", "refused")
+    )

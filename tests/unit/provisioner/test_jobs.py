@@ -34,7 +34,7 @@ from services.provisioner import registry
 from services.provisioner.core import ProvisionerActor
 from services.provisioner.jobs import ProvisionerJobs, Surroundings
 from services.provisioner.ledger import LedgerError
-from services.provisioner.plugin import LeftBehind, PluginNodeHandle, ProviderError, Sink
+from services.provisioner.plugin import LeftBehind, Listing, PluginNodeHandle, ProviderError, Sink
 from services.provisioner.sink import NodeSink
 from tests.support.harness import Harness
 
@@ -51,6 +51,7 @@ class FakePlugin:
         self.ledger = ledger
         self.calls: list[tuple[str, list[str]]] = []
         self.error = ""
+        self.found = False
         self.gate: threading.Event | None = None
         self.inside = threading.Event()
 
@@ -83,7 +84,13 @@ class FakePlugin:
             raise ProviderError(self.error)
 
     def stop_left_behind(self, left: LeftBehind) -> bool:
-        return False
+        self.calls.append((f"left {left.id}", []))
+        if self.error:
+            raise ProviderError(self.error)
+        return self.found
+
+    def list_owned(self) -> Listing:
+        return Listing()
 
 
 def idle_sink(handle_id: str) -> NodeSink:

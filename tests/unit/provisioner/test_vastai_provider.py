@@ -172,8 +172,7 @@ def test_a_destruction_is_repeated_until_a_list_proves_it(market: VastStage) -> 
 
 
 def test_a_destruction_that_is_never_proven_stays_owed(market: VastStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.provisioner.vastai_provider.DESTROY_S", 1)
-    monkeypatch.setattr(VastAiProvider._destroy, "__defaults__", (1.0,))
+    monkeypatch.setattr("services.provisioner.vastai_end.DESTROY_S", 1)
     market.fake.offer(behaviour="exited")
     market.fake.offer(behaviour="exited")
     market.fake.fault("destroy", "500", 1000)
