@@ -1,0 +1,114 @@
+"""The C kernels on processors with fewer or other instructions than this machine's: none is illegal, all are right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.emulated import PROCESSORS, EmulatedKernels, Processor, build, emulator
+from tests.unit.engine.test_cpu_kernels import (  # noqa: F401 - run again, with this file's `kernels`
+    expected,
+    random_blocks,
+    test_elementary_functions,
+    test_rotary_pairs_move_into_halves,
+    tiles,
+)
+from tests.unit.engine.test_cpu_model import IDS, distance
+from tests.unit.engine.test_cpu_model import load as load_part
+from tests.unit.engine.tiny_model import TinySpec, reference_logits, write_model
+from worker.engine import tinygrad_shim as tg
+from worker.engine.cpu_native import load_kernels
+from worker.engine.cpu_objects import machine
+from worker.engine.cpu_plan import KINDS, unit_columns
+
+NOISE = 0.2
+# What Linux says of such a processor: the choice of kernels reads no more of it.
+NEHALEM = "processor\t: 0\nmodel name\t: Intel Core i7 9xx\nflags\t\t: fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt\n"
+ENGINE = """
+import sys
+from worker.engine.cpu_native import load_kernels
+from worker.engine.engine import Engine
+from pathlib import Path
+engine = Engine.load(Path(sys.argv[1]), threads=1)
+print(engine.model.backend)
+print(*(float(value) for value in engine.model.logits([5, 6, 7], 0)))
+engine.close()
+"""
+
+
+@pytest.fixture(scope="module", params=PROCESSORS, ids=str)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
+    processor: Processor = request.param
+    emulator(processor.arch)
+    return EmulatedKernels(processor, build(processor, tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kernels: EmulatedKernels, kind: str) -> None:
+    for rows, units, count in ((33, 2, 3), (1, 1, 13)):
+        columns = units * unit_columns(kind)
+        raw = random_blocks(kind, rows, columns, rows)
+        x = np.random.default_rng(count).standard_normal((count, columns)).astype(np.float32)
+        result = kernels.product(KINDS.index(kind), tiles(kernels, kind, raw, columns), rows, x)
+        wanted, size = expected(kernels, kind, raw, x)
+        assert np.abs(result - wanted).max() <= 2e-6 * size
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_whole_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: EmulatedKernels, architecture: str
+) -> None:
+    """The memory of a loaded part, as it lies before a step, goes to the other processor."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = TinySpec(kind="Q8_0", architecture=architecture, layers=2, head_size=32)
+    weights = write_model(tmp_path / "m.gguf", spec)
+    here = load_kernels()
+    assert here is not None
+    part = load_part(tmp_path / "m.gguf", here, threads=1)
+    part._enter(part.embed(IDS[:40]), range(40), 0)
+    head = part._team.control.head
+    head[2], head[3], head[5] = 40, 1, 0
+    memory = [bytes(tg.view(tensor).view(np.uint8)) for tensor in part._team._tensors]
+    logits = np.frombuffer(kernels.remote(memory, (), range(8))[7], np.float32)[: part.header.vocab_size]
+    wanted = reference_logits(spec, weights, IDS[:40])[-1]
+    assert distance(logits, wanted) < NOISE
+    assert int(logits.argmax()) == int(wanted.argmax())
+
+
+@pytest.mark.skipif(machine() != "x86_64" or os.geteuid() != 0, reason="shows a fake /proc/cpuinfo: x86-64 and root")
+def test_the_engine_on_a_processor_without_avx(tmp_path: Path) -> None:
+    """The whole engine in an emulated Python: it chooses the base kernels and gives the reference's answer."""
+    spec = TinySpec(kind="Q8_0")
+    weights = write_model(tmp_path / "m.gguf", spec)
+    (tmp_path / "cpuinfo").write_text(NEHALEM)
+    code = 'mount --bind "$1" /proc/cpuinfo && shift && exec "$@"'
+    python = os.path.realpath(sys.executable)
+    command = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        code,
+        "sh",
+        str(tmp_path / "cpuinfo"),
+        emulator("x86_64"),
+        "-cpu",
+        "Nehalem",
+    ]
+    env = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"), "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [*command, python, "-c", ENGINE, str(tmp_path / "m.gguf")], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    backend, values = done.stdout.strip().splitlines()
+    assert backend == "c base, 1 threads"
+    logits = np.array([float(value) for value in values.split()], np.float32)
+    assert distance(logits, reference_logits(spec, weights, [5, 6, 7])[-1]) < NOISE
