@@ -6,6 +6,7 @@ through the callbacks of `EdgeEvents`, from inside `pump`, `write` and `consumed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,46 @@ class EdgeEvents(Protocol):
         """Send a stream message to the same edge's other end over the bus."""
 
 
+class EdgeTransport(Protocol):
+    """What an EdgePort needs of the network: EdgeSockets, or a simulated one."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when `drain` has something to do."""
+
+    def bind(self, addresses: list[str], advertise: str) -> list[str]:
+        """Take edges at these addresses; returns what others dial. Raises EdgeSocketError."""
+
+    def dial(self, edge_id: int, endpoint: str, server_key: bytes) -> None:
+        """Connect the edge, in place of the connection before."""
+
+    def hang_up(self, edge_id: int) -> None:
+        """Close the edge's connection, if it has one."""
+
+    def send(self, edge_id: int, frame: bytes) -> bool:
+        """To the consumer. False: nothing is taken now."""
+
+    def reply(self, conn: bytes, frame: bytes) -> bool:
+        """To a producer's connection. False: it is gone or full."""
+
+    def drain(
+        self,
+        on_inbound: Callable[[bytes, bytes], None],
+        on_outbound: Callable[[int, bytes], None],
+        on_link: Callable[[int, bool], None],
+    ) -> None:
+        """Hand over everything that has arrived."""
+
+    def close(self) -> None:
+        """Close all."""
+
+    def term(self) -> None:
+        """After close: the end of the process."""
+
+
+Transport = Callable[[KeyPair], EdgeTransport]
+
+
 @dataclass(slots=True)
 class _Outbound:
     core: EdgeProducer
@@ -47,8 +88,8 @@ class _Outbound:
 class EdgePort:
     """Bind once; then open edges in any order."""
 
-    def __init__(self, keys: KeyPair, run: bytes, events: EdgeEvents) -> None:
-        self._sockets = EdgeSockets(keys)
+    def __init__(self, keys: KeyPair, run: bytes, events: EdgeEvents, transport: Transport = EdgeSockets) -> None:
+        self._sockets = transport(keys)
         self.run = run
         self._events = events
         self._desk = EdgeDesk()
@@ -143,6 +184,13 @@ class EdgePort:
         """The end of the process."""
         self.close()
         self._sockets.term()
+
+    def check(self) -> None:
+        """Invariants of every edge's window."""
+        for out in self._out.values():
+            out.core.check()
+        for consumer in self._desk.consumers:
+            consumer.check()
 
     # --- inner ------------------------------------------------------------------------------------------------
     def _on_inbound(self, conn: bytes, frame: bytes) -> None:

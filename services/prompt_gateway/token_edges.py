@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.actors import Ctx
-from common.bus_edges import EdgeSocketError
+from common.bus_edges import EdgeSocketError, EdgeSockets
 from common.codec import Message
 from common.edge_records import Record, encode_record
 from common.edges.carrier import Carried, EdgeCarrierActor, carrier_address
-from common.edges.port import EdgePort
+from common.edges.port import EdgePort, Transport
 from common.effects import Effect
 from common.host import Host
 from common.limits import TOKEN_EDGES_PUMP_MS
@@ -196,8 +196,8 @@ class TokenEdges:
 class TokenEdgeShell:
     """The effects above on an EdgePort in the gateway's loop."""
 
-    def __init__(self, host: Host, gateway: bytes) -> None:
-        self._host, self._gateway = host, gateway
+    def __init__(self, host: Host, gateway: bytes, transport: Transport = EdgeSockets) -> None:
+        self._host, self._gateway, self._transport = host, gateway, transport
         self._port: EdgePort | None = None
         host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect))
         host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect))
@@ -212,7 +212,7 @@ class TokenEdgeShell:
 
     def _listen(self, effect: ListenTokenOut) -> None:
         self.close()
-        self._port = EdgePort(self._host.bus_file.keys, effect.run, self)
+        self._port = EdgePort(self._host.bus_file.keys, effect.run, self, self._transport)
         path = self._host.bus_file.run_dir / "edge-gateway.sock"
         try:
             candidates = self._port.bind([f"ipc://{path}"])

@@ -12,22 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.addresses import Plane, Role
-from common.messages.node_agent import RuntimeReadyAck, StopRun
-from common.messages.orchestrator import (
-    EndpointWire,
-    ObserveNodeRuntimeReady,
-    ObserveNodeRuntimeReadyAck,
-    ObserveStageFault,
-    ObserveStageReady,
-    ObserveStageStopped,
-    ObserveWeightsReady,
-)
-from common.messages.prompt import Done, Fault, RequestCancelled, TextDelta
 from tests.sim.bus_world import Connection
 from tests.sim.cluster_clients import Script
+from tests.sim.cluster_forge import forge
 from tests.sim.cluster_world import SimHost, Violation
+from tests.sim.edge_net import EdgeLink
 
 if TYPE_CHECKING:
+    from tests.sim.cluster_engine import SimWorker
     from tests.sim.cluster_run import Cluster
 
 FAULTS_MS = 22_000
@@ -56,6 +48,8 @@ DEADLY = (
     "long_freeze",
     "long_stall",
 )
+SURVIVED_STAGES = ("edge_cut", "edge_stall")
+DEADLY_STAGES = ("edge_blocked", "step_fault", "plan_error")
 PROVIDER = ("prepare_error", "start_error", "start_slow", "complete_error", "stop_error", "stop_slow")
 SERVICE_DEATHS = ("crash_gateway", "crash_provisioner", "crash_orchestrator")
 
@@ -85,6 +79,9 @@ class Plan:
     delay_ms: tuple[int, int]
     skew: bool
     second_run: bool
+    stages: int = 1
+    """1: direct mode, one worker; else a pipeline of so many workers."""
+    edges: str = "auto"
     safety_ms: int = 0
     """How long the safety phase lasts at least; else it ends soon after the last fault and client."""
     clients: list[Script] = field(default_factory=list)
@@ -104,16 +101,21 @@ def draw(seed: int) -> Plan:
         delay_ms=rng.choice([(0, 1), (0, 3), (1, 15)] if light else [(0, 1), (0, 3), (1, 20), (10, 80)]),
         skew=rng.random() < 0.5,
         second_run=rng.random() < 0.25,
+        stages=rng.choice([1, 1, 1, 2, 3]),
+        edges=rng.choice(["auto", "auto", "relay"]),
     )
-    plan.clients = [_client(rng, light) for _ in range(rng.randint(1, 4))]
+    is_staged = plan.stages > 1
+    plan.clients = [_client(rng, light, is_staged) for _ in range(rng.randint(1, 4))]
+    survived = (*SURVIVED, *SURVIVED_STAGES, *SURVIVED_STAGES) if is_staged else SURVIVED
+    deadly = (*DEADLY, *DEADLY_STAGES) if is_staged else DEADLY
     if light:
         at = rng.randint(0, 6000)
         for _ in range(rng.randint(1, 3)):
-            plan.faults.append(FaultAt(at, rng.choice(SURVIVED), rng.random(), rng.random()))
+            plan.faults.append(FaultAt(at, rng.choice(survived), rng.random(), rng.random()))
             at += LIGHT_APART_MS + rng.randint(0, 4000)
         return plan
-    kinds = list(rng.sample(SURVIVED, rng.randint(1, 5)))
-    kinds += rng.sample(DEADLY, rng.choice([0, 1, 1, 2]))
+    kinds = list(rng.sample(survived, rng.randint(1, 5)))
+    kinds += rng.sample(deadly, rng.choice([0, 1, 1, 2]))
     if rng.random() < 0.25:
         kinds += rng.sample(PROVIDER, rng.randint(1, 2))
     if rng.random() < 0.2:
@@ -122,7 +124,7 @@ def draw(seed: int) -> Plan:
         kinds += rng.sample(STOP_KINDS, rng.randint(1, 2))
     for _ in range(rng.randint(1, 12)):
         kind = rng.choice(kinds)
-        at = 0 if kind in PROVIDER else rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS]))
+        at = 0 if kind in (*PROVIDER, "plan_error") else rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS]))
         plan.faults.append(FaultAt(at, kind, rng.random(), rng.random()))
     plan.faults.sort(key=lambda fault: fault.at_ms)
     # Long faults need their time before all heals.
@@ -130,7 +132,7 @@ def draw(seed: int) -> Plan:
     return plan
 
 
-def _client(rng: random.Random, light: bool) -> Script:
+def _client(rng: random.Random, light: bool, is_staged: bool) -> Script:
     habits = ["normal"] * 5 + ["disconnect", "abort", "second", "half_close", "slow", "linger", "garbage"]
     if not light:
         habits += ["stuck", "shutdown"]
@@ -139,7 +141,7 @@ def _client(rng: random.Random, light: bool) -> Script:
     return Script(
         at_ms=rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS // 2, FAULTS_MS])),
         prompts=rng.randint(1, 4),
-        tokens=rng.choice([1, 5, 20, 60, 600]) if not big else 40,
+        tokens=rng.choice([1, 5, 20, 60, 60 if is_staged else 600]) if not big else 40,
         size=20_000 if big else rng.choice([1, 1, 50]),
         habit=habit,
         after_ms=rng.choice([0, 1, 20, 200, 1500]),
@@ -227,18 +229,19 @@ def _slow_disk(cluster: Cluster, fault: FaultAt) -> None:
     cluster.disk.slow_ms = int(5 + fault.b * 300)
 
 
-def _engine(cluster: Cluster, do: Callable[[object], None]) -> None:
-    for worker in cluster.provider.living():
-        do(worker.engine)
+def _victims(cluster: Cluster, fault: FaultAt) -> list[SimWorker]:
+    """One of the workers."""
+    living = cluster.provider.living()
+    return [living[int(fault.a * len(living))]] if living else []
 
 
 def _engine_fault(cluster: Cluster, fault: FaultAt) -> None:
-    for worker in cluster.provider.living():
+    for worker in _victims(cluster, fault):
         worker.engine.fault_next = "the prompt does not fit the context"
 
 
 def _engine_death(cluster: Cluster, fault: FaultAt) -> None:
-    for worker in cluster.provider.living():
+    for worker in _victims(cluster, fault):
         worker.engine.die("the engine was killed by SIGKILL", -9)
 
 
@@ -246,77 +249,57 @@ def _engine_fatal(cluster: Cluster, fault: FaultAt) -> None:
     from common.messages.engine import Fatal
     from worker.agent.events import EngineEvent
 
-    for worker in cluster.provider.living():
+    for worker in _victims(cluster, fault):
         if worker.engine.running:
             worker.host.deliver(worker.agent, EngineEvent(Fatal(error="out of memory")))
             worker.engine.die("the engine ended with status 1", 1)
 
 
 def _worker_exit(cluster: Cluster, fault: FaultAt) -> None:
-    for worker in cluster.provider.living():
+    for worker in _victims(cluster, fault):
         worker.host.end(-9)
 
 
 def _worker_stall(cluster: Cluster, fault: FaultAt) -> None:
     """The engine says nothing any more: its agent has to notice."""
-    for worker in cluster.provider.living():
+    for worker in _victims(cluster, fault):
         worker.engine.hang = True
 
 
 def _forge(cluster: Cluster, fault: FaultAt) -> None:
-    """A worker speaks of another run, node, stage or request; and somebody forges for the worker."""
-    for worker in cluster.provider.living():
-        mine = worker.identity
-        off = int(fault.a * 3)
-        run, node, stage = (mine.run_id + (off == 0), mine.node_id + (off == 1), mine.stage_index + (off == 2))
-        where = {"run_id": run, "node_id": node, "stage_index": stage}
-        send = worker.host.node.system.post
-        to, me = mine.orchestrator, worker.agent
-        reports = [
-            ObserveNodeRuntimeReady(
-                **where,
-                endpoint=EndpointWire(node_key=b"\x11" * 32),
-                node_actor=b"\x12" * 32,
-                datastream_publisher=b"\x13" * 32,
-                readiness_id=77,
-            ),
-            ObserveNodeRuntimeReadyAck(**where, readiness_id=77),
-            ObserveWeightsReady(**where),
-            ObserveStageFault(run_id=run + (off == 1), stage_index=stage, reason="forged"),
-            ObserveStageReady(run_id=run + (off == 1), stage_index=stage),
-            ObserveStageStopped(run_id=run + (off == 1), stage_index=stage),
-            ObserveNodeRuntimeReadyAck(
-                run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index, readiness_id=78
-            ),
-        ]
-        for report in reports:
-            send(to, report, src=me)
-        inbox = cluster.reply_inbox
-        if inbox:
-            number = 1_000_000 + int(fault.b * 1000)
-            for event in (
-                TextDelta(request_id=number, text="FORGED"),
-                Done(
-                    request_id=number,
-                    final_text="FORGED",
-                    tokens_generated=1,
-                    elapsed_ms=1,
-                    prompt_tokens=1,
-                    finish_reason="stop",
-                ),
-                Fault(request_id=number, error="FORGED"),
-            ):
-                send(inbox, event, src=me)
-            send(cluster.address(Role.GATEWAY), RequestCancelled(request_id=number), src=me)
-        worker.host.wake(cluster.world.now)
-        # A service that is no orchestrator, and wrong ids, at the agent's door.
-        run_host = cluster.hosts.get(Role.ORCHESTRATOR)
-        if run_host is not None and run_host.alive:
-            post = run_host.node.system.post
-            wrong = RuntimeReadyAck(**where, readiness_id=1)
-            post(worker.agent, wrong, src=cluster.address(Role.ORCHESTRATOR))
-            post(worker.agent, StopRun(run_id=mine.run_id + 1), src=cluster.address(Role.ORCHESTRATOR))
-            run_host.wake(cluster.world.now)
+    forge(cluster, fault.a, fault.b)
+
+
+def _link(cluster: Cluster, fault: FaultAt) -> EdgeLink | None:
+    links = cluster.edges.links()
+    return links[int(fault.a * len(links))] if links else None
+
+
+def _edge_cut(cluster: Cluster, fault: FaultAt) -> None:
+    if (link := _link(cluster, fault)) is not None:
+        cluster.edges.cut(link)
+
+
+def _edge_stall(cluster: Cluster, fault: FaultAt) -> None:
+    if (link := _link(cluster, fault)) is not None:
+        link.stalled_until = cluster.world.now + int(50 + fault.b * 2500)
+
+
+def _edge_blocked(cluster: Cluster, fault: FaultAt) -> None:
+    """A firewall between the workers: what stands breaks, and nothing new comes about for a while."""
+    cluster.edges.blocked_until = cluster.world.now + int(200 + fault.b * 15_000)
+    for link in cluster.edges.links():
+        cluster.edges.cut(link)
+
+
+def _step_fault(cluster: Cluster, fault: FaultAt) -> None:
+    for worker in _victims(cluster, fault):
+        if worker.engine.stage is not None:
+            worker.engine.stage.step_fault = "the kernel failed"
+
+
+def _plan_error(cluster: Cluster, fault: FaultAt) -> None:
+    cluster.plan_error = "the model file is broken"
 
 
 def _provider_fault(name: str, error: str) -> Callable[[Cluster, FaultAt], None]:
@@ -365,6 +348,11 @@ DOING: dict[str, Callable[[Cluster, FaultAt], None]] = {
     "worker_exit": _worker_exit,
     "worker_stall": _worker_stall,
     "forge": _forge,
+    "edge_cut": _edge_cut,
+    "edge_stall": _edge_stall,
+    "edge_blocked": _edge_blocked,
+    "step_fault": _step_fault,
+    "plan_error": _plan_error,
     "prepare_error": _provider_fault("prepare", "the worker binary does not exist"),
     "start_error": _provider_fault("start", "exec format error"),
     "start_slow": _start_slow,

@@ -22,7 +22,7 @@ from common.config_slices import (
     ProvisionerSlice,
     encode_slice,
 )
-from common.effects import Exit
+from common.effects import Exit, RunJob
 from common.limits import (
     BROKER_SILENT_MS,
     OWNER_GONE_EXIT_MS,
@@ -41,11 +41,13 @@ from services.prompt_gateway.core import GatewayActor
 from services.provisioner.core import ProvisionerActor
 from tests.sim.cluster_archive import SimDisk
 from tests.sim.cluster_clients import Client, Script, SimTcp
-from tests.sim.cluster_engine import SimWorker
+from tests.sim.cluster_engine import SimWorker, answer
 from tests.sim.cluster_faults import Plan, do, draw
 from tests.sim.cluster_provider import SimProvider
+from tests.sim.cluster_stage import GatewayEdges, Vocabulary, plan_job
 from tests.sim.cluster_watch import Watch
 from tests.sim.cluster_world import ClusterWorld, SimHost, Violation
+from tests.sim.edge_net import EdgeNet
 
 LIVENESS_MS = 420_000  # above the sum of all silence limits that one fault can cause one after the other
 CONVERGED_MS = BROKER_SILENT_MS + 35_000  # beyond a push-pull of SWIM and every silence of a link
@@ -79,6 +81,9 @@ class Cluster:
         self.results: list[RunOver] = []
         self.stop_asked = False
         self.tcp, self.disk = SimTcp(world), SimDisk()
+        self.edges, self.vocabulary = EdgeNet(world), Vocabulary(answer)
+        self.plan_error = ""
+        """What the next planning fails with."""
         self.provider = SimProvider(self._start_worker)
         self.clients: list[Client] = []
         self.launcher_gone = False
@@ -101,6 +106,7 @@ class Cluster:
         """A new process of a service, or of the run."""
         if self.closed:
             return
+        self.watch.had_other_gateway |= role is Role.GATEWAY and role in self.hosts
         skew = self._skew.setdefault(role, self.world.rng.randint(-90_000, 90_000) if self.plan.skew else 0)
         host = self.world.start_host(role, role, Role.ROUTER, skew)
         actor = self._actor(role)
@@ -111,12 +117,14 @@ class Cluster:
                 self.provider.attach(host, address)
             case Role.GATEWAY:
                 self.tcp.attach(host, address)
+                GatewayEdges(host, address, self.edges)
             case Role.COLLECTOR:
                 self.disk.attach(host)
             case Role.ORCHESTRATOR:
                 assert isinstance(actor, RunActor)
                 host.node.run = actor.nonce
                 host.perform(RunOver, lambda _, effect: self._over(host, effect))
+                host.perform(RunJob, lambda actor, job: self._plan_run(host, actor, job))
                 host.on_exit.append(self._orchestrator_gone)
         if role is not Role.ORCHESTRATOR:
             host.on_exit.append(lambda gone: self._service_gone(role, gone))
@@ -125,7 +133,7 @@ class Cluster:
     def _actor(self, role: Role) -> Actor:
         match role:
             case Role.RESOLVER:
-                return ConfigResolverActor(digest="d", slices=_slices())
+                return ConfigResolverActor(digest="d", slices=_slices(self.plan))
             case Role.MEMBERSHIP:
                 return MembershipActor()
             case Role.PROVISIONER:
@@ -139,7 +147,19 @@ class Cluster:
 
     def _start_worker(self, name: str, run: bytes, spec: Any, orchestrator: bytes) -> SimWorker:
         host = self.world.start_host(name, Role.AGENT, Role.RELAY if self.plan.relay else Role.ROUTER)
-        return SimWorker(host, run, spec.run_id, spec.node_id, spec.stage_index, orchestrator)
+        return SimWorker(
+            host,
+            run,
+            spec,
+            orchestrator,
+            net=self.edges,
+            vocabulary=self.vocabulary,
+            is_stage=self.plan.stages > 1,
+        )
+
+    def _plan_run(self, host: SimHost, actor: bytes, job: RunJob) -> None:
+        error, self.plan_error = self.plan_error, ""
+        plan_job(host, actor, job, self.plan.stages, error)
 
     def client(self, name: str, script: Script) -> Client:
         client = Client(self.tcp, name, script)
@@ -253,7 +273,7 @@ class Cluster:
                     host.end(-9)
 
 
-def _slices() -> dict[str, bytes]:
+def _slices(plan: Plan) -> dict[str, bytes]:
     orchestrator = OrchestratorSlice(
         provider="process",
         image="",
@@ -264,6 +284,8 @@ def _slices() -> dict[str, bytes]:
         tokenizer=EmbeddedGguf(),
         rpc_bind="127.0.0.1:19777",
         detail_json='{"provider":"process","hf_token":"set"}',
+        pipeline_stages=plan.stages,
+        pipeline_edges=plan.edges,
     )
     slices = {
         Role.ORCHESTRATOR: orchestrator,
@@ -326,7 +348,9 @@ def _heal(cluster: Cluster) -> None:
     world.delay_ms = (0, 3)
     world.partitioned.clear()
     world._stalls.clear()
-    cluster.disk.slow_until = 0
+    cluster.disk.slow_until = cluster.edges.blocked_until = 0
+    for link in cluster.edges.links():
+        link.stalled_until = 0
     for process in world.processes():
         process.frozen_until = min(process.frozen_until, world.now)
 

@@ -17,6 +17,7 @@ from services.orchestrator.base import CLOSING, Phase, RunOver
 from services.orchestrator.core import RunActor
 from services.prompt_gateway.core import GatewayActor, RpcState
 from tests.sim.bus_world import key_of
+from tests.sim.cluster_deep import DeepWatch
 from tests.sim.cluster_faults import SERVICE_DEATHS
 from tests.sim.cluster_world import SimHost, Violation
 from worker.stage_controller import StageState
@@ -40,14 +41,18 @@ class Watch:
         self._was_ready: set[bytes] = set()
         self._accepted: dict[tuple[int, int], bool] = {}
         """(connection, client's request id) of prompts that the gateway took; whether it still owes."""
-        self._gateway_died = False
         self._opened = 0
+        self.had_other_gateway = False
+        """A gateway died: the next one counts prompts from 1 again."""
+        self.deep = DeepWatch(cluster)
 
     def new_run(self) -> None:
         self._phase, self._overs = Phase.SERVICES, 0
 
     # --- after each turn ------------------------------------------------------------------------------------------
     def after_turn(self, host: SimHost) -> None:
+        """Called after each turn of each process."""
+        self.deep.after_turn(host)
         match host.role:
             case Role.ORCHESTRATOR:
                 self._run()
@@ -94,6 +99,11 @@ class Watch:
                 raise Violation("acknowledged, but the worker never was")
             if worker.alive and worker.node_key not in self._was_alive:
                 raise Violation("alive, but membership never said so")
+            is_routed = (worker.node_actor, worker.node_key) in self.cluster.world.ever_routed
+            if worker.routed and not is_routed:
+                raise Violation("routed, but no router ever had its route")
+            if worker.acks_sent and (worker.node_key not in self._was_alive or not is_routed or not worker.node_actor):
+                raise Violation("acknowledged before all three facts of readiness")
             if worker.weights and not real.engine.loaded:
                 raise Violation("weights ready, but the engine never loaded them")
             # A stage may become ready and fault in one turn, which nobody sees here.
@@ -138,6 +148,11 @@ class Watch:
                 for worker in workers:
                     if (state := host.node.views.members.state(worker)) != "alive":
                         raise Violation(f"a living worker is {state} to {host.name}")
+        for one in cluster.provider.living():
+            core = one.swim.host.core
+            believed = {update.member.node for update in core.members() if update.state == "alive"}
+            if believed != {*workers, key_of(Role.MEMBERSHIP)}:
+                raise Violation(f"{one.host.name} believes other members alive than those that are")
         self.facts["converged"] += 1
 
     # --- the ends -------------------------------------------------------------------------------------------------
@@ -160,9 +175,6 @@ class Watch:
         if self._overs != (0 if killed else 1) and not (killed and self._overs <= 1):
             raise Violation(f"{self._overs} results, exit status {host.status}")
 
-    def gateway_died(self) -> None:
-        self._gateway_died = True
-
     def alone(self) -> None:
         """The launcher was killed: every service is gone of itself within OWNER_GONE_EXIT_MS (design.md 2)."""
         left = [host.name for host in self.cluster.hosts.values() if host.alive]
@@ -180,7 +192,7 @@ class Watch:
             raise Violation(f"workers are left and nobody says so: {', '.join(left)}")
         for client in cluster.clients:
             for asked in client.asked:
-                self._check_asked(client, asked, died)
+                self._check_asked(client, asked, "crash_gateway" in died)
         if "crash_provisioner" not in died and (holes := cluster.disk.holes()):
             raise Violation(f"lost without a gap record: {'; '.join(holes)}")
         if self.killed and not died:
@@ -191,7 +203,7 @@ class Watch:
         if cluster.plan.light:
             self._light()
 
-    def _check_asked(self, client: object, asked: object, died: set[str]) -> None:
+    def _check_asked(self, client: object, asked: object, died: bool) -> None:
         from tests.sim.cluster_clients import Asked, Client
 
         assert isinstance(client, Client) and isinstance(asked, Asked)

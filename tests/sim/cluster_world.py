@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from common.addresses import Plane, Role
+from common.addresses import KEY_BYTES, Plane, Role
 from common.datastream import Drain, Emit, ObserverActor
 from common.effects import Effect, Exit, Log, Observed, OwnerGone, StopSignal
 from common.limits import EXIT_DRAIN_MS
@@ -48,8 +48,24 @@ class Violation(AssertionError):
     """Something that must never be the case is the case."""
 
 
+class Owners(dict[bytes, bytes]):
+    """The router's routes, and all that it ever had: what a worker's `routed` may rest on."""
+
+    def __init__(self, ever: set[tuple[bytes, bytes]]) -> None:
+        super().__init__()
+        self._ever = ever
+
+    def __setitem__(self, actor: bytes, node: bytes) -> None:
+        self._ever.add((actor, node))
+        super().__setitem__(actor, node)
+
+
 class ClusterDoor(Door):
     """Router or relay; every frame that it forwards is part of the digest."""
+
+    def __init__(self, world: ClusterWorld, role: Role, boot: int) -> None:
+        super().__init__(world, role, boot)
+        self.broker.owners = Owners(world.ever_routed)
 
     def mirror(self, plane: Plane, direction: str, verdict: str, frame: bytes) -> None:
         world = self.world
@@ -72,6 +88,7 @@ class SimHost(Member):
         self.error = ""
         self.on_exit: list[Callable[[SimHost], None]] = []
         self.before_turn: list[Callable[[], None]] = []
+        """What its sockets outside of the bus have to do in each turn."""
         self.emit_to = b""
         self.back_ms = 100
         """How long after its end a supervisor starts it again."""
@@ -136,6 +153,8 @@ class SimHost(Member):
     # --- turning ------------------------------------------------------------------------------------------------
     def turn(self) -> None:
         now, wall = self.world.now, self.wall()
+        for call in tuple(self.before_turn):
+            call()
         refused, self.dialler.refused = self.dialler.refused, []
         for plane in refused:
             self.node.on_refused(plane)
@@ -196,6 +215,8 @@ class ClusterWorld(BusWorld):
         self.members: dict[str, Member] = {}
         self.partitioned: dict[str, int] = {}
         """Process name → until when nothing of it gets through and no new connection comes about."""
+        self.ever_routed: set[tuple[bytes, bytes]] = set()
+        """(actor, node) pairs that a router has had."""
         self.watchers: list[Callable[[SimHost], None]] = []
         self.turns = 0
         self._heap = []
@@ -206,7 +227,7 @@ class ClusterWorld(BusWorld):
         self._diallers: dict[bytes, Dialler] = {}
         services = {key_of(role): role for role in (*SERVICE_ROLES, Role.ROUTER)}
         self.static = {Role.ROUTER: services, Role.RELAY: {key_of(Role.ROUTER): Role.ROUTER}}
-        self.secret, self.secret_forms = SECRET.encode(), Redactor([SECRET])
+        self.secret = SECRET.encode()[:KEY_BYTES]
 
     # --- processes ------------------------------------------------------------------------------------------------
     def start_door(self, role: Role) -> Door:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.bus import KeyPair
-from common.bus_edges import EdgeSocketError
+from common.bus_edges import EdgeSocketError, EdgeSockets
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
-from common.edges.port import EdgePort
+from common.edges.port import EdgePort, Transport
 from common.limits import ENGINE_HEARTBEAT_MS
 from common.messages.engine import (
     Cancel,
@@ -55,8 +55,17 @@ def now_ms() -> int:
 class StagePort:
     """tell: queue a message to the agent (port thread); wake: make the port thread turn (any thread)."""
 
-    def __init__(self, mailbox: Mailbox, tell: Callable[[Message], None], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        tell: Callable[[Message], None],
+        wake: Callable[[], None],
+        *,
+        transport: Transport = EdgeSockets,
+        clock: Callable[[], int] = now_ms,
+    ) -> None:
         self._mailbox, self._tell, self._wake = mailbox, tell, wake
+        self._transport, self._now_ms = transport, clock
         self._edges: EdgePort | None = None
         self.candidates: list[str] = []
         self._begun: int | None = None
@@ -92,13 +101,13 @@ class StagePort:
         times = [self._beats_ms] if self._opened else []
         if (at := self._edges.next_deadline()) is not None:
             times.append(at)
-        return max(0, min(times) - now_ms()) if times else None
+        return max(0, min(times) - self._now_ms()) if times else None
 
     def pump(self) -> None:
         """Orders of the main thread, then whatever moves."""
         if self._edges is None:
             return
-        at = now_ms()
+        at = self._now_ms()
         if self._opened and at >= self._beats_ms:
             self._beats_ms = at + ENGINE_HEARTBEAT_MS
             if self._mailbox.is_waiting:
@@ -118,7 +127,7 @@ class StagePort:
         match message:
             case Initialize() if message.edge is not None:
                 keys = KeyPair(message.edge.public_key, message.edge.secret_key)
-                self._edges = EdgePort(keys, message.edge.run, self)
+                self._edges = EdgePort(keys, message.edge.run, self, self._transport)
                 try:
                     self.candidates = self._edges.bind(message.edge.addresses, message.edge.advertise)
                 except EdgeSocketError as error:
@@ -129,7 +138,7 @@ class StagePort:
                 return True
             case EdgeCarry():
                 if self._edges is not None:
-                    self._edges.carried(message.peer, message.frame, now_ms())
+                    self._edges.carried(message.peer, message.frame, self._now_ms())
                 return True
             case EngineBegin():
                 self._begun = message.request_id
@@ -151,7 +160,7 @@ class StagePort:
         self._mailbox.put(message)
         self._opened = True
         self._edges.accept(message.inbound)
-        self._edges.open(message.outbound, now_ms())
+        self._edges.open(message.outbound, self._now_ms())
 
     def _close(self) -> None:
         """No byte moves any more; the step that runs is cut short."""
@@ -160,6 +169,11 @@ class StagePort:
             self._mailbox.cancel(self._begun)
         if self._edges is not None:
             self._edges.close()
+
+    def check(self) -> None:
+        """Invariants of the edges."""
+        if self._edges is not None:
+            self._edges.check()
 
     # --- EdgeEvents -------------------------------------------------------------------------------------------
     def edge_record(self, edge_id: int, record: Record) -> None:

@@ -1,0 +1,157 @@
+"""Who speaks of another run, node, stage, request, edge or readiness, and who forges for somebody else (S1 6.12, 9.19).
+
+All that is sent here must change nothing: the invariants of cluster_watch and the clients would see it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from common.addresses import NONCE_BYTES, Role
+from common.codec import Message, encode_body
+from common.edge_records import Record, encode_record, encode_tokens
+from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, SequenceBegun
+from common.messages.node_agent import RuntimeReadyAck, StopRun
+from common.messages.orchestrator import (
+    EndpointWire,
+    ObserveNodeRuntimeReady,
+    ObserveNodeRuntimeReadyAck,
+    ObserveStageFault,
+    ObserveStageReady,
+    ObserveStageStopped,
+    ObserveWeightsReady,
+)
+from common.messages.prompt import (
+    Done,
+    Fault,
+    PromptEncoded,
+    RequestCancelled,
+    TextDelta,
+    TokenizerFault,
+    TokensDecoded,
+)
+from services.prompt_gateway.core import GatewayActor
+from tests.sim.edge_net import SimEdgeSockets
+
+if TYPE_CHECKING:
+    from tests.sim.cluster_engine import SimWorker
+    from tests.sim.cluster_run import Cluster
+
+FORGED = "FORGED"
+
+
+def forge(cluster: Cluster, a: float, b: float) -> None:
+    """a chooses what is wrong: run, node or stage; b the request."""
+    off = int(a * 3)
+    for worker in cluster.provider.living():
+        _reports(worker, off)
+        _answers(cluster, worker, b)
+        worker.host.wake(cluster.world.now)
+    host = cluster.hosts.get(Role.ORCHESTRATOR)
+    if host is not None and host.alive:
+        for worker in cluster.provider.living():
+            _orders(cluster, worker, off)
+        host.wake(cluster.world.now)
+    _strangers(cluster, random.Random(b))
+
+
+def _reports(worker: SimWorker, off: int) -> None:
+    """To the run, of a stage that is not the worker's."""
+    mine = worker.identity
+    run, node, stage = (mine.run_id + (off == 0), mine.node_id + 7 * (off == 1), mine.stage_index + 7 * (off == 2))
+    where = {"run_id": run, "node_id": node, "stage_index": stage}
+    # These name no node, so only run and stage can be foreign.
+    short = {"run_id": mine.run_id + (off != 2), "stage_index": mine.stage_index + 7 * (off == 2)}
+    true = {"run_id": mine.run_id, "node_id": mine.node_id, "stage_index": mine.stage_index}
+    reports: list[Message] = [
+        ObserveNodeRuntimeReady(
+            **where,
+            endpoint=EndpointWire(node_key=b"\x11" * 32),
+            node_actor=b"\x12" * 32,
+            datastream_publisher=b"\x13" * 32,
+            readiness_id=77,
+        ),
+        ObserveNodeRuntimeReadyAck(**where, readiness_id=77),
+        ObserveNodeRuntimeReadyAck(**true, readiness_id=78),
+        ObserveWeightsReady(**where),
+        ObserveStageFault(**short, reason="forged"),
+        ObserveStageReady(**short),
+        ObserveStageStopped(**short),
+    ]
+    for report in reports:
+        worker.host.node.system.post(mine.orchestrator, report, src=worker.agent)
+
+
+def _answers(cluster: Cluster, worker: SimWorker, b: float) -> None:
+    """To the gateway: of a request that is over, is to come, or never was."""
+    gateway = cluster.actors.get(Role.GATEWAY)
+    if not isinstance(gateway, GatewayActor):
+        return
+    active = gateway.loop.active if gateway.loop else None
+    current = active.work.prompt_id if active else 0
+    post = worker.host.node.system.post
+    for number in {current - 1, current + 1 + int(b * 3), 1_000_000 + int(b * 1000)}:
+        if number < 0 or number == current:
+            continue
+        done = Done(
+            request_id=number,
+            final_text=FORGED,
+            tokens_generated=1,
+            elapsed_ms=1,
+            prompt_tokens=1,
+            finish_reason="stop",
+        )
+        events: list[Message] = [
+            TextDelta(request_id=number, text=FORGED),
+            done,
+            Fault(request_id=number, error=FORGED),
+            PromptEncoded(request_id=number, tokens=[1, 2]),
+            TokensDecoded(request_id=number, text=FORGED),
+            TokenizerFault(request_id=number, error=FORGED),
+            SequenceBegun(request_id=number, stage_index=worker.stage),
+        ]
+        for inbox, _ in gateway._inboxes.values():
+            for event in events:
+                post(inbox, event, src=worker.agent)
+        post(cluster.address(Role.GATEWAY), RequestCancelled(request_id=number), src=worker.agent)
+
+
+def _orders(cluster: Cluster, worker: SimWorker, off: int) -> None:
+    """At the agent's door: orders for somebody else."""
+    mine, me = worker.identity, cluster.address(Role.ORCHESTRATOR)
+    post = cluster.hosts[Role.ORCHESTRATOR].node.system.post
+    wrong = RuntimeReadyAck(
+        run_id=mine.run_id + (off == 0),
+        node_id=mine.node_id + 7 * (off == 1),
+        stage_index=mine.stage_index + 7 * (off == 2),
+        readiness_id=1,
+    )
+    post(worker.agent, wrong, src=me)
+    ack = RuntimeReadyAck(run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index, readiness_id=9)
+    post(worker.agent, ack, src=me)
+    post(worker.agent, StopRun(run_id=mine.run_id + 1), src=me)
+
+
+def _strangers(cluster: Cluster, rng: random.Random) -> None:
+    """At the edges' door: no token, a token of another run, bytes without a Hello."""
+    net = cluster.edges
+    for endpoint, taker in sorted(net.takers.items()):
+        if taker.name == "stranger":
+            continue
+        stranger = SimEdgeSockets(net, "stranger")
+        stranger.dial(1, endpoint, b"")
+        edge_id = rng.randint(1, 4)
+        record = encode_record(Record(rng.randint(0, 3), rng.randint(0, 3), encode_tokens([1]), begin=True, end=True))
+        for message in (
+            EdgeData(edge_id=edge_id, offset=0, data=record),
+            EdgeHello(token=b"x" * 16, edge_id=edge_id, run=rng.randbytes(NONCE_BYTES)),
+            EdgeData(edge_id=edge_id, offset=0, data=record),
+            EdgeCredit(edge_id=edge_id, consumed_offset=1 << 30),
+        ):
+            stranger.send(1, encode_body(message))
+        stranger.send(1, b"\xc1")
+        cluster.world.at(cluster.world.now + 200, stranger.close)
+
+
+__all__ = ["FORGED", "forge"]
