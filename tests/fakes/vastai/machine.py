@@ -17,9 +17,12 @@ SSHD = "/usr/sbin/sshd"
 
 
 class FakeMachine:
-    """Root logs in with the account's keys. The container's variables are those of process 1, as at vast.ai."""
+    """Root logs in with the account's keys. The container's variables are those of process 1, as at vast.ai; what its
+    image would set for logins as well is `login`."""
 
-    def __init__(self, instance: int, keys: list[str], onstart: str, variables: dict[str, str]) -> None:
+    def __init__(
+        self, instance: int, keys: list[str], onstart: str, variables: dict[str, str], login: dict[str, str]
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"fake-vast-{instance}-", dir="/tmp"))
         self.port = _free_port()
         (self.folder / "work").mkdir(mode=0o700)
@@ -33,9 +36,10 @@ class FakeMachine:
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/keys\n"
             "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nMaxStartups 100\nLogLevel ERROR\n"
+            + "".join(f'SetEnv "{name}={value}"\n' for name, value in login.items())
         )
         script = (
-            f"mount --bind {self.folder}/work {WORK} && (sh {self.folder}/onstart >{self.folder}/onstart.log 2>&1)\n"
+            f"mount --bind {self.folder}/work {WORK} && (sh {self.folder}/onstart >{self.folder}/onstart.log 2>&1 &)\n"
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config"
         )
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), **variables}
@@ -57,6 +61,13 @@ class FakeMachine:
     def file(self, name: str) -> Path:
         """A file of the worker's folder on the machine."""
         return self.folder / "work" / name
+
+    @property
+    def log(self) -> str:
+        """What the container's onstart has printed."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "onstart.log").read_text(errors="replace")
+        return ""
 
     def wait_up(self) -> None:
         """Until its sshd answers."""

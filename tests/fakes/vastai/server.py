@@ -2,6 +2,7 @@
 
 `python -m tests.fakes.vastai.server` prints VASTAI_BASE_URL and a key. Faults: `fake.fault(op, kind, times)`,
 op search, create, show, list, destroy, ssh, user or logs. How an instance behaves is its offer's `behaviour`.
+INJECTIONS names for each failure of providers.md A2 how it is made here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 import urllib.parse
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -34,6 +36,38 @@ REFUSALS: dict[str, tuple[int, Any]] = {
     "gone 404": (404, {"success": False, "error": "invalid_args", "msg": "error 404/3603: no_such_ask Instance type"}),
     "gone 410": (410, {"success": False, "error": "no_such_ask", "msg": "error 410/3907: no longer available"}),
     "400": (400, {"success": False, "error": "invalid_request", "msg": "team keys may not"}),
+}
+
+
+INJECTIONS: dict[str, str] = {
+    "offer gone": "fault create: gone 404, gone 410",
+    "list lags behind create": "list_lag",
+    "create times out after creating": "fault create: hang up after, slow after",
+    "create error with new_contract": "fault create: contract",
+    "same offer sold twice": "fault create: sold twice",
+    "stuck loading": "behaviour stuck",
+    "created + OCI/CDI": "behaviour oci",
+    "exited": "behaviour exited",
+    "offline": "behaviour offline",
+    "unknown": "behaviour unknown",
+    "stopped (outbid)": "behaviour outbid",
+    "429 text": "fault any: 429 text",
+    "429 detail": "fault any: 429 detail",
+    "429 json": "fault any: 429 json",
+    "5xx": "fault any: 500, 502",
+    "401 as 404": "another key",
+    "result_url 404, then 200": "every log",
+    "result_url never": "logs_come = False",
+    "ssh port off by one": "behaviour proxy",
+    "ssh host wrong": "behaviour wrong proxy",
+    "direct address blocked": "behaviour blocked",
+    "ports null": "behaviour proxy",
+    "price drift": "behaviour drift",
+    "pages": "foreign(26)",
+    "410 on the v0 list": "every GET /api/v0/instances/",
+    "slow": "fault any: slow",
+    "truncated JSON": "fault any: truncated",
+    "newline in addresses": "every running row",
 }
 
 
@@ -58,6 +92,16 @@ class FakeVast:
 
     def __init__(self, key: str = "fake-vast-api-key-0123456789", real: bool = True) -> None:
         self.key, self.real = key, real
+        self.programs: dict[str, str] = {}
+        """What the image holds: path in it → path here. login: the variables that its logins see."""
+        self.login: dict[str, str] = {}
+        self.boot_reads = 2
+        """How often an instance is looked at before it runs."""
+        self.slow_s = 1.0
+        self.logs_come = True
+        self.gate: Callable[[str, str], None] = lambda op, when: None
+        """Called before and after each operation is carried out, for tests that want to be there."""
+        self.destroyed: list[int] = []
         self.lock = threading.RLock()
         self.offers: list[dict[str, Any]] = []
         self.instances: dict[int, Instance] = {}
@@ -151,7 +195,11 @@ class FakeVast:
         if parts[0] == "result":
             with self.lock:
                 self._log_reads[url.path] += 1
-            return (200, "last words\n") if self._log_reads[url.path] > 1 else (404, "not yet")
+            if self._log_reads[url.path] < 2 or not self.logs_come:
+                return 404, "not yet"
+            instance = self.instances.get(int(parts[1].partition(".")[0]))
+            machine = instance.machine if instance is not None else None
+            return 200, (machine.log if machine is not None else "") or "last words\n"
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if given != self.key:
             # An instance's own key may destroy that instance, and nothing else.
@@ -172,6 +220,7 @@ class FakeVast:
             case "POST", ["v0", "bundles"]:
                 return self._spoilt("search") or self._search(body)
             case "PUT", ["v0", "asks", number]:
+                self.gate("create", "asked")
                 return self._create(int(number), body)
             case "GET", ["v0", "instances"]:
                 return 410, {"success": False, "error": "deprecated_endpoint", "msg": "use v1"}
@@ -182,7 +231,10 @@ class FakeVast:
             case "GET", ["v0", "instances", number]:
                 return self._spoilt("show") or self._show(int(number))
             case "DELETE", ["v0", "instances", number]:
+                self.gate("destroy", "asked")
                 return self._spoilt("destroy") or self._destroy(int(number))
+            case "PUT", ["v0", "instances", number]:
+                return self._change(int(number), body)
             case _:
                 return 404, {"success": False, "error": "not_found", "msg": f"{method} {url.path}"}
 
@@ -193,14 +245,25 @@ class FakeVast:
             return None
         if kind == "hang up":
             return 0, ""
+        if kind == "slow":
+            time.sleep(self.slow_s)
+            return None
         return REFUSALS[kind]
 
     def _search(self, body: dict[str, Any]) -> tuple[int, Any]:
-        operators = {
-            "eq": lambda a, b: a == b,
-            "gte": lambda a, b: a >= b,
-            "lte": lambda a, b: a <= b,
+        def like(given: Any, value: Any) -> Any:
+            # The vendor's client sends numbers as texts.
+            return type(value)(given) if isinstance(given, str) and isinstance(value, int | float) else given
+
+        operators: dict[str, Callable[[Any, Any], bool]] = {
+            "eq": lambda a, b: a == like(b, a),
+            "neq": lambda a, b: a != like(b, a),
+            "gt": lambda a, b: a > like(b, a),
+            "lt": lambda a, b: a < like(b, a),
+            "gte": lambda a, b: a >= like(b, a),
+            "lte": lambda a, b: a <= like(b, a),
             "in": lambda a, b: a in b,
+            "notin": lambda a, b: a not in b,
         }
         rows = []
         with self.lock:
@@ -213,18 +276,21 @@ class FakeVast:
     def _create(self, number: int, body: dict[str, Any]) -> tuple[int, Any]:
         with self.lock:
             kind = self.faults["create"].popleft() if self.faults["create"] else ""
-            if kind and kind not in ("hang up after", "contract"):
+            if kind and kind not in ("hang up after", "slow after", "contract", "sold twice"):
                 return (0, "") if kind == "hang up" else REFUSALS[kind]
             offer = next((row for row in self.offers if row["id"] == number and not row["rented"]), None)
             if offer is None:
                 return REFUSALS["gone 404"]
             offer["rented"] = True
-            made = Instance(
-                next(self._ids), offer, str(body.get("label")), body, offer["_behaviour"], hidden=self.list_lag
-            )
+            # Sold to somebody else in the same moment: both are told yes, the second never starts, and nobody says so.
+            behaviour = "stuck" if kind == "sold twice" else offer["_behaviour"]
+            made = Instance(next(self._ids), offer, str(body.get("label")), body, behaviour, hidden=self.list_lag)
             self.instances[made.id] = made
             self.created.append(made.id)
-        if kind == "hang up after":
+        self.gate("create", "done")
+        if kind == "slow after":
+            time.sleep(self.slow_s)
+        if kind in ("hang up after", "slow after"):
             return 0, ""
         if kind == "contract":
             return 400, {"success": False, "error": "invalid_price", "msg": "bid too low", "new_contract": made.id}
@@ -261,8 +327,19 @@ class FakeVast:
                 instance.stays -= 1
                 return 200, {"success": True}
             del self.instances[number]
+            self.destroyed.append(number)
         if instance.machine is not None:
             instance.machine.destroy()
+        return 200, {"success": True}
+
+    def _change(self, number: int, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.lock:
+            instance = self.instances.get(number)
+            if instance is None:
+                return 404, {"success": False, "error": "no_such_instance", "msg": "gone"}
+            instance.label = str(body.get("label", instance.label))
+            if body.get("state") == "stopped":
+                instance.behaviour = "outbid"
         return 200, {"success": True}
 
     # --- instances ------------------------------------------------------------------------------------------------
@@ -284,27 +361,37 @@ class FakeVast:
                     "Error response from daemon: OCI runtime create failed: failed to inject CDI devices: unresolvable"
                 )
                 return row | {"actual_status": "created", "status_msg": words}
-            case "exited" | "offline":
+            case "exited" | "offline" | "unknown":
                 return row | {"actual_status": kind}
             case "outbid":
                 state = {"actual_status": "stopped", "intended_status": "stopped"}
                 return row | state | {"cur_state": "stopped", "next_state": "stopped"}
             case "drift":
                 row["dph_total"] = instance.offer["dph_total"] * 2
-        if reads < 2:
+        if reads < self.boot_reads:
             return row | {"actual_status": "loading", "status_msg": "Pulling fs layer"}
         if not self.real:
             return row | {"actual_status": "running"}
         if instance.machine is None:
             own = {"CONTAINER_ID": str(instance.id), "CONTAINER_API_KEY": instance.key}
-            instance.machine = FakeMachine(instance.id, self.keys, str(instance.body.get("onstart") or ""), own)
+            own = {**(instance.body.get("env") or {}), **own}
+            onstart = str(instance.body.get("onstart") or "")
+            for path, here in self.programs.items():
+                onstart = onstart.replace(path, here)
+            instance.machine = FakeMachine(instance.id, self.keys, onstart, own, self.login)
             instance.machine.wait_up()
         port = instance.machine.port
         row |= {"actual_status": "running", "status_msg": "success, running", "public_ipaddr": "127.0.0.1\n"}
         if kind == "proxy":
             # Direct ports are missing, and the proxy's port is off by one.
             return row | {"ssh_host": "127.0.0.1", "ssh_port": port - 1}
-        return row | {"ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(port)}]}}
+        ports = {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(port)}]}
+        if kind == "blocked":
+            # The direct port leads nowhere; the proxy works.
+            return row | {"ports": {"22/tcp": [{"HostPort": "9"}]}, "ssh_host": "127.0.0.1\n", "ssh_port": port}
+        if kind == "wrong proxy":
+            return row | {"ports": ports, "ssh_host": "ssh0.invalid", "ssh_port": 1}
+        return row | {"ports": ports}
 
 
 def main() -> int:

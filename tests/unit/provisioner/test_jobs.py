@@ -34,7 +34,7 @@ from services.provisioner import registry
 from services.provisioner.core import ProvisionerActor
 from services.provisioner.jobs import ProvisionerJobs, Surroundings
 from services.provisioner.ledger import LedgerError
-from services.provisioner.plugin import LeftBehind, Listing, PluginNodeHandle, ProviderError, Sink
+from services.provisioner.plugin import LeftBehind, Listing, MayBeLeft, PluginNodeHandle, ProviderError, Sink
 from services.provisioner.sink import NodeSink
 from tests.support.harness import Harness
 
@@ -389,3 +389,61 @@ def test_a_real_worker_that_dies_is_reported_with_its_last_words(
     run.order(StopNodes())
     assert run.until(NodesStopped) == NodesStopped(stopped=[2])
     run.jobs.close()
+
+
+def test_a_start_that_nobody_answered_is_looked_for_again(
+    workshop: Workshop, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unanswered(*_: Any) -> PluginNodeHandle:
+        raise MayBeLeft("no answer")
+
+    monkeypatch.setattr(plugin, "start_node", unanswered)
+    minted = workshop.mint()
+    with pytest.raises(MayBeLeft):
+        workshop.jobs.start_node(minted, SPEC, RUN)
+    assert workshop.jobs.recheck() == 1, "not there yet: it may still come"
+    plugin.error = "the engine does not answer"
+    assert workshop.jobs.recheck() == 1
+    plugin.error, plugin.found = "", True
+    assert workshop.jobs.recheck() == 0
+    assert [call for call, _ in plugin.calls] == [f"left {minted.handle_id}"] * 3
+    workshop.jobs.close()
+    assert not list(workshop.ledger.glob("*.jsonl"))
+
+
+def test_a_start_that_no_look_has_found_for_long_was_none(
+    workshop: Workshop, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unanswered(*_: Any) -> PluginNodeHandle:
+        raise MayBeLeft("no answer")
+
+    monkeypatch.setattr(plugin, "start_node", unanswered)
+    with pytest.raises(MayBeLeft):
+        workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
+    monkeypatch.setattr(jobs_module, "OWED_MS", -1)
+    assert workshop.jobs.recheck() == 0
+
+
+def test_a_stop_that_was_not_confirmed_is_tried_again(workshop: Workshop, plugin: FakePlugin) -> None:
+    handle = workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
+    plugin.error = "it does not die"
+    with pytest.raises(ProviderError):
+        workshop.jobs.stop_node(handle, False)
+    assert workshop.jobs.recheck() == 1
+    plugin.error = ""
+    # The next run of the same process begins: nothing of the one before is left behind it.
+    workshop.jobs.prepare(workshop.config)
+    assert workshop.jobs.recheck() == 0
+    workshop.jobs.close()
+    assert not list(workshop.ledger.glob("*.jsonl"))
+
+
+def test_nothing_is_started_while_it_is_unknown_what_there_is(
+    workshop: Workshop, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Listing:
+        raise ProviderError("the list is broken")
+
+    monkeypatch.setattr(plugin, "list_owned", broken)
+    with pytest.raises(ProviderError, match="what is owned at fake is unknown: the list is broken"):
+        workshop.jobs.prepare(workshop.config)

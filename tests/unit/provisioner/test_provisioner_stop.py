@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.effects import Exit, OwnerGone, StopSignal
+from common.effects import Exit, OwnerGone, RunJob, StopSignal
 from common.limits import LEASE_TTL_MS, OWNER_GONE_EXIT_MS
 from common.messages.provision import (
     NodeExited,
@@ -16,6 +16,7 @@ from common.messages.provision import (
     StopNodes,
 )
 from common.messages.service import Lease, RunEnded
+from services.provisioner.core import OWED_MS
 from services.provisioner.plugin import (
     Exited,
     PluginNodeHandle,
@@ -242,3 +243,18 @@ def test_the_same_orchestrator_may_begin_again_after_a_stop(ready: Play) -> None
     ready.sent()
     ready.prepare()
     ready.live(1)
+
+
+def test_what_may_be_left_is_looked_for_while_the_provisioner_lives(ready: Play) -> None:
+    ready.live(1)
+    ready.order(StopNodes())
+    ready.done(ready.job("stop_node"), error="it may still run and cost money")
+    ready.harness.advance(OWED_MS)
+    look = ready.job("recheck")
+    assert look.pool == "stop"
+    ready.order(RunEnded(status=1))
+    ready.done(look, 1)
+    ready.harness.advance(OWED_MS)
+    ready.done(ready.job("recheck"), 0)
+    ready.harness.advance(10 * OWED_MS)
+    assert not [effect for effect in ready.effects() if isinstance(effect, RunJob)]
