@@ -102,6 +102,11 @@ class EdgeProducer:
         return len(self._kept)
 
     @property
+    def credited(self) -> int:
+        """Offset in the stream below which every byte was given back."""
+        return self._base
+
+    @property
     def candidate(self) -> str:
         """What is dialled or connected."""
         return self._candidates[self._at] if self._at >= 0 else ""

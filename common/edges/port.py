@@ -6,6 +6,7 @@ through the callbacks of `EdgeEvents`, from inside `pump`, `write` and `consumed
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,9 +14,10 @@ from typing import Protocol
 from common.bus import KeyPair
 from common.bus_edges import EdgeSockets
 from common.codec import BadEnvelope, Message, encode_body
-from common.edge_records import Record, RecordDecoder
+from common.edge_records import HEADER_BYTES, Record, RecordDecoder
 from common.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
 from common.edges.frames import decode_stream_message
+from common.edges.traffic import EdgeTraffic
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
 
 _CARRIED = b"bus:"
@@ -93,6 +95,7 @@ class EdgePort:
         self.run = run
         self._events = events
         self._desk = EdgeDesk()
+        self.traffic = EdgeTraffic()
         self._out: dict[int, _Outbound] = {}
         self._now_ms = 0
         self._closed = False
@@ -129,6 +132,8 @@ class EdgePort:
         """Append to an outbound edge; returns the bytes that wait for credit."""
         self._now_ms = now_ms
         out = self._out[edge_id]
+        end = out.core.credited + out.core.held + len(data)
+        self.traffic.began(edge_id, len(data), end, time.monotonic_ns(), is_producer=True)
         self._produce(edge_id, out.core.write(data, now_ms))
         return out.core.held
 
@@ -138,6 +143,7 @@ class EdgePort:
 
     def consumed(self, edge_id: int, end_offset: int) -> None:
         """An inbound record's bytes are no longer needed."""
+        self.traffic.given_back(edge_id, end_offset, time.monotonic_ns())
         for consumer in self._desk.consumers:
             if consumer.edge_id == edge_id:
                 self._consume(consumer, consumer.on_consumed(end_offset))
@@ -149,7 +155,7 @@ class EdgePort:
             return
         for edge_id, out in list(self._out.items()):
             if out.path == RELAY and out.server_key == peer and getattr(message, "edge_id", -1) == edge_id:
-                self._produce(edge_id, out.core.on_message(message, now_ms))
+                self._answered(edge_id, out, message, now_ms)
                 return
         self._inbound(_CARRIED + peer, message)
 
@@ -177,6 +183,7 @@ class EdgePort:
         if not self._closed:
             self._closed = True
             self._out.clear()
+            self.traffic.clear()
             self._desk.consumers.clear()
             self._sockets.close()
 
@@ -204,7 +211,11 @@ class EdgePort:
     def _on_outbound(self, edge_id: int, frame: bytes) -> None:
         out = self._out.get(edge_id)
         if out is not None and (message := _decoded(frame)) is not None:
-            self._produce(edge_id, out.core.on_message(message, self._now_ms))
+            self._answered(edge_id, out, message, self._now_ms)
+
+    def _answered(self, edge_id: int, out: _Outbound, message: Message, now_ms: int) -> None:
+        self._produce(edge_id, out.core.on_message(message, now_ms))
+        self.traffic.given_back(edge_id, out.core.credited, time.monotonic_ns())
 
     def _on_link(self, edge_id: int, up: bool) -> None:
         if (out := self._out.get(edge_id)) is not None:
@@ -244,6 +255,9 @@ class EdgePort:
                 case Ready() if consumer is not None:
                     self._events.edge_ready(consumer.edge_id, effect.path)
                 case Arrived() if consumer is not None:
+                    size = HEADER_BYTES + len(effect.record.payload)
+                    end = effect.record.end_offset
+                    self.traffic.began(consumer.edge_id, size, end, time.monotonic_ns(), is_producer=False)
                     self._events.edge_record(consumer.edge_id, effect.record)
                 case Failed() if consumer is not None:
                     self._events.edge_failed(consumer.edge_id, effect.reason, effect.detail)

@@ -301,6 +301,21 @@ class EdgesClosed(Message, frozen=True, kw_only=True, tag=269):
     FROM: ClassVar[frozenset[Role]] = _AGENT
 
 
+class EdgeMoved(Message, frozen=True, kw_only=True, tag=292):
+    """Engine → agent, at most once a second for an edge that moved: becomes a record `mvp.node.edge`.
+
+    records, bytes: since the edge was opened. latency_ms (outbound): mean from the write of a record until its bytes
+    came back; held_ms (inbound): mean of how long records were held; of those since the last report.
+    """
+
+    FROM: ClassVar[frozenset[Role]] = _AGENT
+    edge_id: U64
+    records: U64
+    bytes: U64
+    latency_ms: float | None = None
+    held_ms: float | None = None
+
+
 class EdgeCarry(Message, frozen=True, kw_only=True, tag=290):
     """Agent ↔ engine: a stream message of common/messages/edge.py for an edge that goes over the bus.
 

@@ -331,7 +331,7 @@ class CollectorActor(ServiceActor):
         """Quiet for three batches: answer the flushes; end if we are to end."""
         if not self._flush_to and not self._stopping:
             return
-        if self._unwritten and not force:
+        if (self._unwritten or self._stream is None) and not force:
             ctx.timer(_SETTLE, STREAM_BATCH_MS)
             return
         for to in self._flush_to:

@@ -124,6 +124,10 @@ class RunActor(PlannedRun):
         ServiceRestarted,
     )
 
+    def __init__(self, nonce: bytes) -> None:
+        super().__init__(nonce)
+        self._held_failure: ServiceFailed | None = None
+
     # --- life -------------------------------------------------------------------------------------------------
     def on_start(self, ctx: Ctx) -> None:
         """Wait for the services, at most SERVICE_READY_MS."""
@@ -140,6 +144,8 @@ class RunActor(PlannedRun):
         """Every timer of a run."""
         match key:
             case _ if key == SERVICES_TIMER:
+                if (held := self._held_failure) is not None:
+                    self.fail(ctx, f"{held.service}: {held.error}", phase=held.phase, service=held.service)
                 self.services_timed_out(ctx)
             case _ if key == LIMIT_TIMER:
                 self.fail(ctx, self.limit_error(ctx))
@@ -174,6 +180,9 @@ class RunActor(PlannedRun):
                 super().receive(msg, ctx)
             case ServiceReady():
                 self._service_ready(msg, ctx)
+            case ServiceFailed() if msg.service == Role.ORCHESTRATOR and Role.COLLECTOR not in self.services:
+                # Of the launcher, before anybody could archive why: told as soon as somebody can (S1 10.3).
+                self._held_failure = msg
             case ServiceFailed():
                 self.fail(ctx, f"{msg.service}: {msg.error}", phase=msg.phase, service=msg.service)
             case ReportsPending():
@@ -260,6 +269,9 @@ class RunActor(PlannedRun):
         role = Role(msg.service)
         _, known_boot = self.services.get(role, (b"", msg.boot))
         self.services[role] = (ctx.sender, msg.boot)
+        if role is Role.COLLECTOR and self._held_failure is not None:
+            self.receive(self._held_failure, ctx)
+            return
         if known_boot != msg.boot and self.phase is not Phase.SERVICES:
             # Only these two hold state of the run that nobody can give back to them (design.md 2).
             if role in (Role.GATEWAY, Role.PROVISIONER):

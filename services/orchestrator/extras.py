@@ -10,18 +10,12 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from common.actors import Actor, Ctx
-from common.addresses import Role
-from common.effects import ViewChanged
 from common.messages.config import ConfigResolved
-from common.messages.service import ServiceFailed
 from common.run_files import RPC_ADDR_FILE
 from common.web_socket import WebError, listen, where
 
 HTTP, WEB = "prompt_gateway.http", "datastream_collector.web"
-COLLECTOR_WAIT_MS = 5000  # for the record of a failure; then the run fails without it
 
 
 @dataclass(slots=True)
@@ -73,30 +67,3 @@ class Extras:
         for extra in self.wanted:
             for sock in extra.sockets:
                 sock.close()
-
-
-class FailWhenCollected(Actor):
-    """Fails the run once the collector is there to take the record of it, or after a while (S1 10.3)."""
-
-    Incoming = (ViewChanged,)
-
-    def __init__(self, run: bytes, failed: ServiceFailed) -> None:
-        self._run, self._failed = run, failed
-        self._told = False
-
-    def on_start(self, ctx: Ctx) -> None:
-        """Wait for the collector's route."""
-        ctx.watch("routes")
-        ctx.timer("tell", COLLECTOR_WAIT_MS)
-        self.receive(None, ctx)
-
-    def receive(self, msg: Any, ctx: Ctx) -> None:
-        """The routes changed."""
-        if ctx.views.routes.named(Role.COLLECTOR):
-            self.on_timer("tell", ctx)
-
-    def on_timer(self, key: str, ctx: Ctx) -> None:
-        """Tell, once."""
-        if not self._told:
-            self._told = True
-            ctx.send(self._run, self._failed)

@@ -32,7 +32,7 @@ from services.orchestrator.base import Phase, RunOver
 from services.orchestrator.children import FATAL, Child, Children, how_it_ended
 from services.orchestrator.core import RunActor, ServiceLost, ServiceRestarted, StdioLine
 from services.orchestrator.door import choose_door
-from services.orchestrator.extras import Extras, FailWhenCollected
+from services.orchestrator.extras import Extras
 from services.orchestrator.run_dir import RunDirectory, remove_stale
 from services.orchestrator.service import build, listen_on_stdin
 
@@ -182,7 +182,7 @@ class Launch:
         """S1 10.3: one that cannot be started is a startup failure, with its record if the collector takes it."""
         if extras.error:
             failed = ServiceFailed(service=Role.ORCHESTRATOR, phase=extras.phase, error=extras.error)
-            host.spawn(FailWhenCollected(self._run, failed))
+            host.deliver(self._run, failed)
             return
         for extra in extras.wanted:
             self._children.start_extra(extra)

@@ -72,7 +72,7 @@ from worker.agent.events import (
 )
 from worker.agent.orders import order
 from worker.agent.readiness import READINESS_ID, Readiness
-from worker.agent.records import BOOTSTRAP, PROMPT, SHUTDOWN, STAGE, node_event
+from worker.agent.records import BOOTSTRAP, EDGE, PROMPT, SHUTDOWN, STAGE, edge_detail, node_event
 from worker.agent.requests import RequestDesk
 from worker.agent.stage_edges import StageEdges, carry
 from worker.agent.vigil import Vigil
@@ -399,6 +399,8 @@ class NodeAgentActor(Actor):
                 self._apply(WorkerRoleReset(run_id=self.identity.run_id), ctx)
             case wire.Fatal():
                 self._crash(msg.error, ctx)
+            case wire.EdgeMoved():
+                self._record(ctx, EDGE, "edge", "observed", edge_detail(msg))
             case wire.EdgeReady() | wire.StageFaulted() | wire.EngineBegun() | wire.EdgesClosed() | wire.EdgeCarry():
                 self._edges_said(msg, ctx)
             case wire.EngineFault() if self.edges.refused(msg, ctx):

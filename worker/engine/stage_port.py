@@ -20,6 +20,7 @@ from common.messages.engine import (
     Cancel,
     CloseEdges,
     EdgeCarry,
+    EdgeMoved,
     EdgeReady,
     EngineBegin,
     Fatal,
@@ -112,6 +113,16 @@ class StagePort:
             self._beats_ms = at + ENGINE_HEARTBEAT_MS
             if self._mailbox.is_waiting:
                 self.alive()
+            for count in self._edges.traffic.take():
+                self._tell(
+                    EdgeMoved(
+                        edge_id=count.edge_id,
+                        records=count.records,
+                        bytes=count.bytes,
+                        latency_ms=count.latency_ms,
+                        held_ms=count.held_ms,
+                    )
+                )
         while self._orders:
             edge_id, data, end_offset = self._orders.popleft()
             if self._failed:

@@ -8,7 +8,7 @@ from services.datastream_collector.reader import Entry, shown
 
 WORKERS_MAX = 256
 EDGE_CHANNEL = "mvp.node.edge"
-"""A worker's record of an edge: NodeEvent with detail {edge_id, records, bytes, latency_ms?}."""
+"""A worker's record of an edge: NodeEvent with detail {edge_id, records, bytes, latency_ms?, held_ms?}."""
 
 _FIRST_STATES = {
     ("provider_start", "started"): "starting",
@@ -150,7 +150,7 @@ class Workers:
         if not isinstance(edge_id, int) or len(edges) > 64:
             return
         before = edges.get(str(edge_id))
-        now = {key: _number(detail.get(key)) for key in ("records", "bytes", "latency_ms")}
+        now = {key: _number(detail.get(key)) for key in ("records", "bytes", "latency_ms", "held_ms")}
         now["ms"] = at
         if before and at > before["ms"]:
             for key in ("records", "bytes"):

@@ -304,6 +304,21 @@ def test_workers_that_started_before_a_failed_one_are_stopped_before_the_error_i
     assert play.over().error == f"node {NODE_ID + 1} did not start: no space"
 
 
+@pytest.mark.spec("S1 10.3", "S1 10.15")
+def test_what_the_launcher_cannot_start_is_told_once_it_can_be_archived() -> None:
+    play = Play()
+    play.configure()
+    play.tell(ServiceFailed(service="orchestrator", phase="metrics", error="the address is in use"))
+    assert play.at(Phase.SERVICES)
+    play.service_ready(Role.COLLECTOR)
+    assert not play.run.active
+    assert ("metrics", "failed") in play.transitions()
+    slow = Play()
+    slow.tell(ServiceFailed(service="orchestrator", phase="metrics", error="the address is in use"))
+    slow.harness.advance(60_000)
+    assert slow.run.result.error == "orchestrator: the address is in use", "nobody is waited for without end"
+
+
 @pytest.mark.spec("S1 10.1", "S1 10.13")
 def test_first_error_is_kept_and_a_stop_error_follows_it() -> None:
     play = Play().until(Phase.SERVING)

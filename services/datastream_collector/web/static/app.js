@@ -137,11 +137,16 @@
     const active = ((data.prompts || {}).rows || []).find((prompt) => prompt.state === "active");
     const rate = active && active.rate ? `${active.rate} tokens/s` : "";
     const edge = (id, workers) => {
-      const seen = workers.map((worker) => (worker.edges || {})[id]).find((item) => item) || {};
+      const ends = workers.map((worker) => (worker.edges || {})[id]).filter((item) => item);
       const path = workers.map((worker) => (worker.paths || {})[id]).find((item) => item) || "";
-      return make("li", { class: "edge" },
-        make("span", { text: seen.records_per_s !== undefined ? `${seen.records_per_s} records/s` : rate }),
-        make("span", { text: seen.latency_ms !== undefined && seen.latency_ms !== null ? `${seen.latency_ms} ms` : path }));
+      const of = (key) => ends.map((end) => end[key]).find((value) => value !== undefined && value !== null);
+      const rates = ends.map((end) => end.records_per_s).filter((value) => value !== undefined);
+      // There and back: what the producer waited, less what the consumer held.
+      const latency = of("latency_ms") === undefined ? "" : `${Math.max(0, of("latency_ms") - (of("held_ms") || 0)).toFixed(1)} ms`;
+      const moved = of("bytes") === undefined ? "" : bytes(of("bytes"));
+      return make("li", { class: "edge", title: `edge ${id}${path ? ` by ${path}` : ""}: there and back, without the time of the stage` },
+        make("span", { text: rates.length && Math.max(...rates) > 0 ? `${Math.max(...rates)} records/s` : rate }),
+        make("span", { text: [latency, moved].filter((part) => part).join(" · ") || path }));
     };
     const gateway = (text) => make("li", { class: "node" }, make("b", { text: "gateway" }), make("span", { class: "quiet", text }));
     const items = [gateway("prompts in")];
