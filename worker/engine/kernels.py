@@ -19,6 +19,7 @@ from worker.engine.tinygrad_shim import (
     Expr,
     Symbol,
     as_float,
+    as_half,
     choose,
     finish,
     lanes,
@@ -191,7 +192,7 @@ class Keys(Heads):
         head, row = loop(self.kv_count, 0), loop(self.rows, 1)
         pair, half = loop(self.head_dim // 2, 2), loop(2, 3)
         first = (head + self.head_count) * self.head_dim
-        value = self.rotated(qkv, table, row, first, pair, half).cast(keys.dtype.base)
+        value = as_half(self.rotated(qkv, table, row, first, pair, half))
         position = self.start + row
         place = keys[self.layer, head, position // LANES, pair * 2 + half, position % LANES]
         return finish("keys", place.store(value), [head, row, pair, half], explicit=False)
@@ -204,7 +205,7 @@ class Values(Heads):
         head, row, at = loop(self.kv_count, 0), loop(self.rows, 1), loop(self.head_dim, 2)
         value = qkv[row, (head + (self.head_count + self.kv_count)) * self.head_dim + at]
         place = values[self.layer, head, self.start + row, at]
-        return finish("values", place.store(value.cast(values.dtype.base)), [head, row, at], explicit=False)
+        return finish("values", place.store(as_half(value)), [head, row, at], explicit=False)
 
 
 class Scores(Heads):

@@ -1,4 +1,4 @@
-"""The one module that touches tinygrad (pinned to 0.13.0; reference/engine.md 8 says why).
+"""The one module that touches tinygrad (pinned to 0.13.0; reference/engine.md 8 says why; 0.14.0 runs too).
 
 It prepares the environment before tinygrad is imported, chooses the C compiler, and offers the engine a small
 vocabulary: tensors, symbolic integers, kernels with explicit vector lanes, a captured step, and byte copies.
@@ -47,6 +47,12 @@ def compiler_command() -> list[str]:
     raise EngineError("no C compiler: neither clang is on the PATH nor is the Python package ziglang installed")
 
 
+def _any_compiler() -> list[str]:
+    with contextlib.suppress(EngineError):
+        return compiler_command()
+    return []
+
+
 def _cpu_identity() -> str:
     """What decides which instructions `-march=native` emits: the CPU's model and flags."""
     lines = {platform.machine()}
@@ -83,13 +89,13 @@ def _prepare_environment() -> list[str]:
 
     DEV, THREADS, CACHEDB and CACHELEVEL of the user are respected.
     """
-    device = os.environ.setdefault("DEV", "CPU")
-    command: list[str] = []
-    if device in ("CPU", "CPU:CLANG"):
-        with contextlib.suppress(EngineError):  # the C kernels may come compiled; who needs it is told below
-            command = compiler_command()
+    wanted = os.environ.setdefault("DEV", "CPU")
+    # Without one: the C kernels may come compiled, and who needs it is told when it is called.
+    command = _any_compiler() if wanted in ("CPU", "CPU:CLANG") else []
     # Measured on two cores: handing a kernel to a second thread costs what it gains (50 us of 80).
     os.environ.setdefault("THREADS", "0")
+    # 0.14 compiles in worker processes, which do not know our compiler.
+    os.environ.setdefault("PARALLEL", "0")
     if "CACHEDB" not in os.environ:
         cache = _cache_file(command)
         if _usable(cache):
@@ -101,10 +107,13 @@ def _prepare_environment() -> list[str]:
 
 _command = _prepare_environment()
 
-from tinygrad import Device, Tensor, TinyJit, Variable, dtypes  # noqa: E402
+from tinygrad import Device, Tensor, TinyJit, Variable, device, dtypes  # noqa: E402
 from tinygrad.runtime.support import compiler_cpu  # noqa: E402
 from tinygrad.runtime.support.elf import jit_loader  # noqa: E402
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
+
+# What 0.14 changed: programs stay ELF objects until they are loaded, and copies go from buffer to buffer.
+_OBJECTS = not hasattr(compiler_cpu, "ClangJITCompiler")
 
 __all__ = ["LANES", "Array", "Expr", "Step", "Symbol", "Tensor", "dtypes"]
 
@@ -127,7 +136,10 @@ def _compile_to_object(self: Any, source: str) -> bytes:
     return result.stdout
 
 
-if os.environ["DEV"] in ("CPU", "CPU:CLANG"):
+if _OBJECTS:  # its CPU device compiles programs of its own, whatever renderer is chosen
+    _command = _command or _any_compiler()
+    compiler_cpu.ClangCompiler.compile = _compile_to_object
+elif os.environ["DEV"] in ("CPU", "CPU:CLANG"):
     compiler_cpu.ClangJITCompiler.compile_to_obj = _compile_to_object
 
 
@@ -161,7 +173,12 @@ def write(tensor: Tensor, array: Array, element_offset: int = 0) -> None:
     """Copy a contiguous host array of the tensor's dtype into its buffer, from `element_offset` on."""
     buffer = tensor.uop.buffer
     part = buffer.view(array.size, tensor.dtype, element_offset * tensor.dtype.itemsize).ensure_allocated()
-    part.copyin(array.reshape(-1).view(np.uint8).data)
+    data = array.reshape(-1).view(np.uint8).data
+    if _OBJECTS:
+        part.copy_from(device.Buffer("PYTHON", array.size, tensor.dtype, opaque=data))
+        synchronize()  # the array is the caller's, and the copy may still read it
+    else:
+        part.copyin(data)
 
 
 def read(tensor: Tensor, count: int) -> npt.NDArray[np.float32]:
@@ -201,6 +218,10 @@ def as_float(value: Expr) -> Expr:
     return value.cast(dtypes.float32)
 
 
+def as_half(value: Expr) -> Expr:
+    return value.cast(dtypes.float16)
+
+
 def choose(condition: Expr, value: Expr, other: float) -> Expr:
     return condition.where(value, value.const_like(other))
 
@@ -227,7 +248,11 @@ def launch(kernel: Callable[..., Expr], target: Tensor, *inputs: Tensor, bound: 
     """
     buffers = [target.uop, *(tensor.uop for tensor in inputs)]
     places = [UOp.placeholder_like(buffer, slot=index) for index, buffer in enumerate(buffers)]
-    return Tensor(target.uop.after(kernel(*places).call(*buffers, *bound)))
+    body = kernel(*places)
+    if _OBJECTS:  # a symbol is a parameter inside of kernels
+        symbols = {value.src[0] for value in bound}
+        body = body.substitute({symbol: UOp(Ops.PARAM, src=symbol.src, arg=symbol.arg) for symbol in symbols})
+    return Tensor(target.uop.after(body.call(*buffers, *bound)))
 
 
 # -- native code ---------------------------------------------------------------------------------------------
@@ -238,8 +263,10 @@ class Native:
 
     def __init__(self, name: str, elf: bytes) -> None:
         self._name, self._elf = name, elf
-        self._image = bytes(jit_loader(elf))
-        self._program = Device["CPU"].runtime(name, self._image)
+        self._code = elf if _OBJECTS else bytes(jit_loader(elf))
+        cpu = Device["CPU"]
+        arguments = (device.TinyELF(elf, name, cpu.renderer.target, ()),) if _OBJECTS else (name, self._code)
+        self._program = cpu.runtime(*arguments)
 
     def call(self, *addresses: int) -> None:
         """Run it at once, on this thread, on memory addresses; the GIL is released meanwhile."""
@@ -251,8 +278,9 @@ class Native:
         places = [UOp.placeholder_like(buffer, slot=index) for index, buffer in enumerate(buffers)]
         sink = UOp.sink(*places, arg=KernelInfo(name=self._name))
         source = UOp(Ops.SOURCE, arg=f"{self._name} {hashlib.sha256(self._elf).hexdigest()}")
-        parts = (sink, UOp(Ops.DEVICE, arg="CPU"), UOp(Ops.LINEAR, src=(*places, sink)), source)
-        program = UOp(Ops.PROGRAM, src=(*parts, UOp(Ops.BINARY, arg=self._image)))
+        on = () if _OBJECTS else (UOp(Ops.DEVICE, arg="CPU"),)
+        parts = (sink, *on, UOp(Ops.LINEAR, src=(*places, sink)), source)
+        program = UOp(Ops.PROGRAM, src=(*parts, UOp(Ops.BINARY, arg=self._code)))
         return Tensor(target.uop.after(program.call(*buffers)))
 
 
