@@ -1,6 +1,6 @@
 """GGUF model files: what the rest of the project uses (reader: gguf_file, facts and refusals: gguf_header)."""
 
-from common.gguf_file import GgufFile, TensorInfo
+from common.gguf_file import GgufFile, TensorInfo, part_names
 from common.gguf_header import ModelHeader, check_tokenizer
 from common.gguf_metadata import (
     GgufError,
@@ -28,4 +28,5 @@ __all__ = [
     "UnsupportedTokenizerError",
     "UnsupportedVersionError",
     "check_tokenizer",
+    "part_names",
 ]

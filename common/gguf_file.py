@@ -71,7 +71,7 @@ class GgufFile:
 
         Raises GgufError, or OSError where a file cannot be opened.
         """
-        names = _part_names(os.fspath(path))
+        names = part_names(os.fspath(path))
         first = cls._open_one(names[0])
         try:
             count = first.metadata.get("split.count", 0)
@@ -123,7 +123,7 @@ class GgufFile:
     @property
     def paths(self) -> list[str]:
         """The files of the model."""
-        return _part_names(self.path)
+        return part_names(self.path)
 
     def _take_part(self, other: GgufFile, index: int) -> None:
         """Add the tensors of another file of the same model."""
@@ -181,7 +181,7 @@ class GgufFile:
         return check_supported(self)
 
 
-def _part_names(path: str) -> list[str]:
+def part_names(path: str) -> list[str]:
     """All files of the model that `path` belongs to, by llama.cpp's way to name them."""
     match = _PART_NAME.fullmatch(path)
     if match is None or not 1 <= int(match[3]) <= PARTS_MAX:

@@ -159,15 +159,15 @@ class EngineProcess:
         report = CoalescedProgress(
             lambda phase, done, total: self._port.send(Progress(phase=phase, done=done, total=total)), self._page
         )
-        path = resolve_source(message.gguf_source, report)
 
         def part_of(block_count: int) -> Part:
             end = block_count if role.layer_end_exclusive is None else role.layer_end_exclusive
             last = role.stage_index == role.stage_count - 1
             return Part(role.layer_start, end, with_embedding=role.stage_index == 0, with_head=last)
 
+        is_whole = role.stage_count == 1 and not role.layer_start and role.layer_end_exclusive is None
         engine = Engine.load(
-            path,
+            resolve_source(message.gguf_source, report, None if is_whole else part_of),
             max_context=message.max_context,
             part_of=part_of,
             tokenizer_path=message.tokenizer.path if isinstance(message.tokenizer, LocalPath) else None,

@@ -1,43 +1,53 @@
 """Where a model file comes from: a path, or a Hugging Face repository that the worker fetches itself (S1 7.1).
 
-huggingface_hub resumes, verifies and honours HF_TOKEN and HF_ENDPOINT; a token never appears in an error.
+huggingface_hub resumes, verifies and honours HF_TOKEN and HF_ENDPOINT; a token never appears in an error. A stage
+that needs a part of a model fetches that part (ranged.py) where the server sends ranges, else the whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
 from pathlib import Path
 from typing import Any
 
+from common.gguf import part_names
 from common.messages.node_agent import GgufSource, HuggingFaceGguf, LocalPath
 from worker.engine.errors import EngineError
 from worker.engine.parts import Progress
+from worker.engine.ranged import PartOf, RangesRefused, fetch_part
 
 
-def resolve_source(source: GgufSource, progress: Progress) -> Path:
-    """The local path of a model. Raises EngineError with one sentence."""
+def resolve_source(source: GgufSource, progress: Progress, part_of: PartOf | None = None) -> Path:
+    """The local path of a model, or of what `part_of` (its number of blocks) says of it; EngineError in a sentence."""
     if isinstance(source, LocalPath):
         path = Path(source.path)
         if not path.is_file():
             raise EngineError(f"model file {path} does not exist on this worker")
         return path
-    return _download(source, progress)
-
-
-def _download(source: HuggingFaceGguf, progress: Progress) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import hf_hub_download  # 0.4 s that only this source needs
-
-    name = f"{source.repo}/{source.file}@{source.revision or 'main'}"
+    names = part_names(source.file)
     try:
-        path = hf_hub_download(source.repo, source.file, revision=source.revision, tqdm_class=_bar_class(progress))
+        if part_of is not None and len(names) == 1:
+            with contextlib.suppress(RangesRefused):
+                return fetch_part(source, part_of, progress)
+        paths = [_download(source, name, progress) for name in names]
+    except EngineError:
+        raise
     except Exception as error:  # the library's and its HTTP client's errors share no base class
         token = os.environ.get("HF_TOKEN")
         text = " ".join(str(error).split())[:400] or type(error).__name__
+        name = f"{source.repo}/{source.file}@{source.revision or 'main'}"
         raise EngineError(f"cannot fetch {name}: {text.replace(token, '***') if token else text}") from error
-    return Path(path)
+    return paths[names.index(source.file)]
+
+
+def _download(source: HuggingFaceGguf, name: str, progress: Progress) -> Path:
+    from huggingface_hub import hf_hub_download  # 0.4 s that only this source needs
+
+    return Path(hf_hub_download(source.repo, name, revision=source.revision, tqdm_class=_bar_class(progress)))
 
 
 def _bar_class(progress: Progress) -> Any:
