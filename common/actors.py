@@ -50,7 +50,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Outbound:
-    """A message for an actor that is not here. corr: id of the delivery that caused it. node: the host of dst, where
+    """A message for an actor that is not here. corr: id of the message that caused it. node: the host of dst, where
     the sender knows it; else the routes say."""
 
     src: bytes
@@ -101,7 +101,11 @@ class Ctx:
         """The broker-verified node of the sender; empty for local messages."""
         self.corr = delivery.corr if delivery else 0
         """Id of the message that this one answers, or 0."""
-        self._cause = delivery.id if delivery else 0
+        self._cause = 0
+        if delivery is not None:
+            # What an actor here was told by another one here has the cause of that: the last message that a tap saw.
+            is_local = delivery.src_node in (b"", system.node)
+            self._cause = delivery.corr if is_local else delivery.id
 
     @property
     def now_ms(self) -> int:

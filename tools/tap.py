@@ -7,10 +7,12 @@ both brokers and is shown by each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,6 +26,9 @@ from common.bus import TapReader
 from common.limits import ENVELOPE_BYTES_MAX
 from common.security import SecurityError, read_bus_file
 from tools.tap_records import Line, Names, as_json, parse, pieces, printable
+from tools.tap_stats import Stats
+from tools.tap_stats import text as stats_text
+from tools.tap_story import Story
 
 TEXT_CHARS_MAX = 120
 IDLE_MS = 500
@@ -33,7 +38,10 @@ EXAMPLES = """examples:
   mvp-tap                                  the run that goes on here
   mvp-tap --type InferPrompt --type TextDelta --plane prompt
   mvp-tap --actor prompt_gateway --verdict full
-  mvp-tap --corr 1234                      message 1234 and what it caused
+  mvp-tap --corr 1234                      message 1234 and its answers
+  mvp-tap --read run.tap --tree 7          what message or request 7 caused, and what caused it
+  mvp-tap --stats                          rates and latency per message type and link; --every 5 for each 5 s
+  mvp-tap --live                           the same on the whole screen, with the newest envelopes
   mvp-tap --record run.tap                 keep everything; mvp-tap --read run.tap shows it again
 """
 
@@ -182,10 +190,80 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corr", type=int, metavar="ID", help="message ID and its answers")
     parser.add_argument("--plane", choices=[plane.name.lower() for plane in Plane])
     parser.add_argument("--verdict", default="", help="forwarded, local, full, gone, unbound, refused, stale, bad, ...")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, nothing cut")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--tree", type=int, metavar="ID", help="at the end: what message or request ID caused, as a tree")
+    form.add_argument("--stats", action="store_true", help="at the end: rates and latency per message type and link")
+    form.add_argument("--live", action="store_true", help="rates and the newest envelopes on the whole screen")
+    parser.add_argument("--every", type=float, default=0.0, metavar="S", help="with --stats: also each S seconds")
+    form.add_argument("--json", action="store_true", help="one JSON object a line, nothing cut")
     parser.add_argument("--record", type=Path, metavar="FILE", help="also keep everything heard in FILE (unredacted)")
     parser.add_argument("--read", type=Path, metavar="FILE", help="show a recording instead of a live run")
     return parser
+
+
+def _kept(source: Iterator[tuple[str, bytes] | None], path: Path | None) -> Iterator[tuple[str, bytes] | None]:
+    """The source, also written to a recording."""
+    if path is None:
+        yield from source
+        return
+    # It holds prompts and tokens as they passed.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as keep:
+        for heard in source:
+            if heard is None:
+                keep.flush()
+            else:
+                write_entry(keep, *heard)
+            yield heard
+
+
+def _wanted(source: Iterator[tuple[str, bytes] | None], wanted: Filter, names: Names) -> Iterator[Line | None]:
+    """What the filters let through, None where nothing came for a while."""
+    for heard in source:
+        line = None if heard is None else parse(*heard)
+        if line is not None:
+            names.learn(line)
+        if line is None or wanted.wants(line, names):
+            yield line
+
+
+def _show(lines: Iterator[Line | None], show: Callable[[Line, Names], str], names: Names, *, flush: bool) -> None:
+    for line in lines:
+        if line is None:
+            sys.stdout.flush()
+        else:
+            print(show(line, names), flush=flush)
+
+
+def _stats(lines: Iterator[Line | None], names: Names, every_s: float) -> None:
+    """All of it at the end, Ctrl-C too; with every_s also of each such time."""
+    whole, part = Stats(), Stats()
+    due = time.monotonic() + every_s
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in lines:
+            if line is not None:
+                whole.add(line)
+                part.add(line)
+            if every_s and time.monotonic() >= due:
+                due = time.monotonic() + every_s
+                print(stats_text(part, names), flush=True)
+                part.reset()
+    print(stats_text(whole, names), end="")
+
+
+def _tree(lines: Iterator[Line | None], names: Names, number: int) -> int:
+    story = Story()
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in lines:
+            if line is not None:
+                story.add(line)
+    told = False
+    for text in story.tell(number, names):
+        told = True
+        print(text)
+    if not told:
+        print(f"mvp-tap: no message and no request {number} passed", file=sys.stderr)
+    return 0 if told else 1
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -197,30 +275,21 @@ def _run(args: argparse.Namespace) -> int:
         args.plane or "",
         args.verdict,
     )
+    if args.live and not sys.stdout.isatty():
+        raise TapError("--live needs a terminal; --stats --every 5 is for files and pipes")
     names = Names()
-    show: Callable[[Line, Names], str] = as_json if args.json else pretty
     source = recorded(args.read) if args.read else live((args.bus or newest_run()).absolute())
-    keep: BinaryIO | None = None
-    if args.record:
-        # It holds prompts and tokens as they passed.
-        fd = os.open(args.record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        keep = os.fdopen(fd, "wb")
-    try:
-        for heard in source:
-            if heard is None:
-                sys.stdout.flush()
-                if keep is not None:
-                    keep.flush()
-                continue
-            if keep is not None:
-                write_entry(keep, *heard)
-            line = parse(*heard)
-            names.learn(line)
-            if wanted.wants(line, names):
-                print(show(line, names), flush=not args.read)
-    finally:
-        if keep is not None:
-            keep.close()
+    lines = _wanted(_kept(source, args.record), wanted, names)
+    if args.tree is not None:
+        return _tree(lines, names, args.tree)
+    if args.stats:
+        _stats(lines, names, args.every)
+    elif args.live:
+        from tools.tap_live import watch  # rich is slow to import
+
+        watch(lines, names)
+    else:
+        _show(lines, as_json if args.json else pretty, names, flush=not args.read)
     return 0
 
 

@@ -16,6 +16,7 @@ from common.limits import ENVELOPE_BYTES_MAX
 from common.messages.engine import (
     Cancelled,
     EdgeCarry,
+    EdgeMoved,
     EdgeReady,
     EdgesClosed,
     EngineBegun,
@@ -50,6 +51,7 @@ FROM_ENGINE: tuple[type[Message], ...] = (
     RoleReset,
     Fatal,
     EdgeReady,
+    EdgeMoved,
     EdgesClosed,
     EdgeCarry,
     EngineBegun,
