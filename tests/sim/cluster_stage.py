@@ -94,7 +94,8 @@ class ToyModel:
         self.length = start + len(rows)
         return out
 
-    def run_head(self, row: F32) -> F32:
+    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        row = self.run_blocks(rows, start, tick)[-1]
         logits = np.zeros(VOCABULARY, np.float32)
         logits[self.vocabulary.after(int(row[0]))] = 1
         return logits

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import select
 from collections import deque
+from collections.abc import Callable
 
 
 class Mailbox:
@@ -11,25 +13,44 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._commands: deque[object] = deque()
-        self._ready = threading.Condition()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._event, select.POLLIN)
+        self._watched: int | None = None
         self._cancelled: set[int] = set()
         self.is_waiting = False
         """The main thread has nothing to do."""
+        self.before_wait: Callable[[], int | None] = lambda: None
+        """Called by the main thread each time before it sleeps: may put commands, and names a descriptor that shall
+        wake it, too."""
 
     def put(self, message: object) -> None:
-        """From the port thread."""
-        with self._ready:
-            self._commands.append(message)
-            self._ready.notify()
+        """From either thread."""
+        self._commands.append(message)
+        if self.is_waiting:
+            os.eventfd_write(self._event, 1)
 
     def get(self) -> object:
         """The next command; waits for it."""
-        with self._ready:
+        while not self._commands:
+            self._watch(self.before_wait())
+            # Whoever puts something from here on also wakes the poll.
             self.is_waiting = True
-            while not self._commands:
-                self._ready.wait()
+            if not self._commands:
+                for descriptor, _ in self._poll.poll():
+                    if descriptor == self._event:
+                        os.eventfd_read(self._event)
             self.is_waiting = False
-            return self._commands.popleft()
+        return self._commands.popleft()
+
+    def _watch(self, descriptor: int | None) -> None:
+        if descriptor == self._watched:
+            return
+        if self._watched is not None:
+            self._poll.unregister(self._watched)
+        if descriptor is not None:
+            self._poll.register(descriptor, select.POLLIN)
+        self._watched = descriptor
 
     def cancel(self, request_id: int) -> None:
         """From now on `is_cancelled` says so, until `forget`."""

@@ -70,6 +70,9 @@ class ModelPart(Protocol):
     def run_head(self, row: F32) -> F32:
         """Logits (vocabulary,) of one row. Raises EngineError in a stage without the head."""
 
+    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """run_blocks, then run_head on the last row, in one step where that saves time."""
+
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
         """Logits of the last of up to `chunk` tokens, of a whole model."""
 

@@ -72,7 +72,8 @@ class Port:
         self._delta: TokenDelta | None = None
         self._delta_due = 0.0
         self._exit: int | None = None
-        self.stage = StagePort(mailbox, self._forward, self.wake)
+        self.stage = StagePort(mailbox, self.tell, self.wake)
+        mailbox.before_wait = self.stage.take_over
 
     # -- the main thread's side ----------------------------------------------------------------------------
 
@@ -86,6 +87,13 @@ class Port:
     def send(self, message: Message) -> None:
         self._outgoing.append(message)
         self.wake()
+
+    def tell(self, message: Message) -> None:
+        """`send` that the port thread may use, too."""
+        if threading.get_ident() == self._thread.ident:
+            self._forward(message)
+        else:
+            self.send(message)
 
     def wake(self) -> None:
         os.eventfd_write(self._event, 1)
@@ -104,14 +112,19 @@ class Port:
     def _loop(self) -> None:
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
+        watched: int | None = None
         while True:
             self._flush_due()
             self._write()
             if self._exit is not None and not self._out:
                 exit_now(self._exit)
             poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
-            if (edges := self.stage.fd) is not None:
-                poll.register(edges, select.POLLIN)
+            if (edges := self.stage.fd) != watched:
+                if watched is not None:
+                    poll.unregister(watched)
+                if edges is not None:
+                    poll.register(edges, select.POLLIN)
+                watched = edges
             timeout: float | None = self.stage.wait_ms()
             if self._delta is not None and self._delta.text:
                 due = max(0.0, (self._delta_due - time.monotonic()) * 1000)

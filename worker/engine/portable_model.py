@@ -237,9 +237,13 @@ class PortablePart:
         tg.write(self._spaces[1].state, np.ascontiguousarray(row, np.float32))
         return tg.read(self._head_step(), self.header.vocab_size)
 
+    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """All blocks, then the head on the last row."""
+        return self.run_head(self.run_blocks(rows, start, tick)[-1])
+
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
         """Logits of the last of up to `chunk` tokens."""
-        return self.run_head(self.run_blocks(self.embed(ids), start, tick)[-1])
+        return self.run_to_logits(self.embed(ids), start, tick)
 
     def reusable(self, ids: Sequence[int]) -> int:
         """Nothing: another cut into chunks gives other bits here, and a prompt shall have one answer."""

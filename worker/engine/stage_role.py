@@ -185,6 +185,8 @@ class StageRole:
 
         assert self._steps is not None
         self._page.enter(Phase.PREFILL_OR_DECODE)
+        if self._steps.rows(record) > 1:
+            self._port.leave_to_port()
         fact: Message = StepCompleted(step_id=step.step_id)
         try:
             for out in self._steps.run(record, self._mailbox.is_cancelled, self._page.bump):

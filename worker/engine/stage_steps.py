@@ -34,8 +34,8 @@ class StageModel(Protocol):
     def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
         """All blocks of the part on up to `chunk` rows at positions start..."""
 
-    def run_head(self, row: F32) -> F32:
-        """Logits (vocabulary,) of one row."""
+    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """run_blocks, then the logits (vocabulary,) of the last row."""
 
 
 class StepError(ValueError):
@@ -101,6 +101,11 @@ class StageSteps:
         else:
             yield from self._activations(record, tick)
 
+    def rows(self, record: Record) -> int:
+        """How many rows a record brings."""
+        unit = 4 if self._shape.is_first else np.dtype(WIRE_DTYPES[self._shape.dtype_in]).itemsize * self._shape.width
+        return len(record.payload) // unit
+
     def _counts(self, record: Record, is_cancelled: Callable[[int], bool]) -> bool:
         request_id = self.request_id
         return request_id is not None and record.object_id >= self.floor and not is_cancelled(request_id)
@@ -119,8 +124,9 @@ class StageSteps:
                 yield self._aborted(record)
                 return
             piece = ids[at : at + self._rows]
-            rows = self._blocks(self._model.embed(piece), tick)
-            yield from self._outcome(record, rows, begin=record.begin and at == 0, end=at + len(piece) == len(ids))
+            end = at + len(piece) == len(ids)
+            out = self._compute(self._model.embed(piece), tick, end=end)
+            yield from self._outcome(record, out, begin=record.begin and at == 0, end=end)
 
     # --- any other stage --------------------------------------------------------------------------------------
     def _activations(self, record: Record, tick: Callable[[], None]) -> Iterator[Record]:
@@ -133,8 +139,12 @@ class StageSteps:
             raise StepError("ObjectFailed", f"{len(rows)} rows in one record, allowed are {ROWS_PER_RECORD_MAX}")
         self._check_room(len(rows))
         step = self._shape.chunk
-        out = [self._blocks(rows[at : at + step], tick) for at in range(0, len(rows), step)]
-        yield from self._outcome(record, np.concatenate(out), begin=record.begin, end=record.end)
+        out = [
+            self._compute(rows[at : at + step], tick, end=record.end and at + step >= len(rows))
+            for at in range(0, len(rows), step)
+        ]
+        whole = out[-1] if self._shape.is_last else np.concatenate(out)
+        yield from self._outcome(record, whole, begin=record.begin, end=record.end)
 
     # --- common -----------------------------------------------------------------------------------------------
     def _check_room(self, rows: int) -> None:
@@ -144,22 +154,25 @@ class StageSteps:
                 f"{rows} rows at position {self.position} do not fit the context of {self._model.max_context}",
             )
 
-    def _blocks(self, rows: F32, tick: Callable[[], None]) -> F32:
+    def _compute(self, rows: F32, tick: Callable[[], None], *, end: bool) -> F32:
+        """Rows after this stage's blocks; on the last stage, at the end of an object, the logits of the last row."""
+        run = self._model.run_to_logits if end and self._shape.is_last else self._model.run_blocks
         try:
-            out = self._model.run_blocks(rows, self.position, tick)
+            out = run(rows, self.position, tick)
         except (ValueError, RuntimeError, MemoryError) as error:
             text = str(error).strip().splitlines()
             raise StepError("StepFailed", text[0] if text else type(error).__name__) from error
         self.position += len(rows)
         return out
 
-    def _outcome(self, record: Record, rows: F32, *, begin: bool, end: bool) -> Iterator[Record]:
+    def _outcome(self, record: Record, out: F32, *, begin: bool, end: bool) -> Iterator[Record]:
+        """out: of _compute."""
         if not self._shape.is_last:
             kind = WIRE_DTYPES[self._shape.dtype_out]
-            yield self._emit(record.object_id, np.ascontiguousarray(rows, kind).tobytes(), begin=begin, end=end)
+            yield self._emit(record.object_id, np.ascontiguousarray(out, kind).tobytes(), begin=begin, end=end)
         elif end:
             assert self._sampler is not None
-            token = self._sampler.next(self._model.run_head(rows[-1]))
+            token = self._sampler.next(out)
             payload = encode_tokens([token])
             yield self._emit(record.object_id, payload, begin=False, end=token in self._shape.end_ids)
 

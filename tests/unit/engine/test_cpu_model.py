@@ -94,6 +94,8 @@ def test_architectures_match_the_reference_and_any_cut_gives_the_same_bits(
         rows = second.run_blocks(first.run_blocks(first.embed(IDS[at : at + size]), at), at)
         at += size
     assert np.array_equal(second.run_head(rows[-1]), logits)
+    last = first.run_blocks(first.embed(IDS[21:75]), 21)
+    assert np.array_equal(second.run_to_logits(last, 21), logits)
     with pytest.raises(EngineError, match="no head"):
         first.run_head(rows[-1])
 

@@ -75,6 +75,7 @@ def test_two_stages_give_the_same_bits_as_one(tmp_path: Path) -> None:
         expected = one.run_head(one.run_blocks(one.embed(ids), at)[-1])
         rows = second.run_blocks(first.run_blocks(first.embed(ids), at), at)
         assert np.array_equal(second.run_head(rows[-1]), expected)
+        assert np.array_equal(second.run_to_logits(first.run_blocks(first.embed(ids), at), at), expected)
         at += size
     with pytest.raises(EngineError, match="no head"):
         first.run_head(rows[-1])

@@ -43,7 +43,8 @@ class ToyModel:
             rows = np.asarray(mixed, np.float32)
         return rows
 
-    def run_head(self, row: F32) -> F32:
+    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+        row = self.run_blocks(rows, start, tick)[-1]
         weights = np.asarray([[(v * 5 + k * k) % 17 for k in range(WIDTH)] for v in range(VOCAB)], np.float32)
         return weights @ row
 
