@@ -54,6 +54,7 @@ FROM_ENGINE: tuple[type[Message], ...] = (
     EdgeMoved,
     EdgesClosed,
     EdgeCarry,
+    EdgeMoved,
     EngineBegun,
     StageFaulted,
 )
