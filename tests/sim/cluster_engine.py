@@ -117,6 +117,12 @@ class SimEngine:
         if self.stage is not None:
             self.stage.gone()
 
+    @property
+    def computes(self) -> bool:
+        """A stage's sequence is under way."""
+        steps = self.stage.role._steps if self.stage is not None else None
+        return steps is not None and steps.request_id is not None
+
     def later(self, ms: int, call: Callable[[], None]) -> None:
         """In this process, unless it is dead or hangs by then; while it is stopped, after that."""
         life = self._life

@@ -169,14 +169,28 @@ def _stall(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) ->
         cluster.world.stall(connection, int(low + fault.b * (high - low)))
 
 
+def _when_busy(cluster: Cluster, then: Callable[[], None], tries: int = 200) -> None:
+    """Now, or as soon as a prompt is being answered: what a fault does to text on its way is seen at no other time."""
+    if cluster.healed or tries == 0:
+        return
+    if any(worker.actor.desk.active or worker.engine.computes for worker in cluster.provider.living()):
+        then()
+    else:
+        cluster.world.at(cluster.world.now + 20, lambda: _when_busy(cluster, then, tries - 1))
+
+
 def _prompt_stall(cluster: Cluster, fault: FaultAt) -> None:
     """The text's own way: long enough that both ends repeat what the other one has."""
     only = Role.GATEWAY if fault.a < 0.5 else ""
-    for dialler in cluster.world.diallers():
-        connection = dialler.connections.get(Plane.PROMPT)
-        is_worker = isinstance(dialler.owner, SimHost) and dialler.owner.role is Role.AGENT
-        if connection is not None and (dialler.owner.name == only if only else is_worker):
-            cluster.world.stall(connection, int(600 + fault.b * 1800))
+
+    def stall() -> None:
+        for dialler in cluster.world.diallers():
+            connection = dialler.connections.get(Plane.PROMPT)
+            is_worker = isinstance(dialler.owner, SimHost) and dialler.owner.role is Role.AGENT
+            if connection is not None and (dialler.owner.name == only if only else is_worker):
+                cluster.world.stall(connection, int(600 + fault.b * 1800))
+
+    _when_busy(cluster, stall)
 
 
 def _long_stall(cluster: Cluster, fault: FaultAt) -> None:
@@ -267,7 +281,9 @@ def _worker_stall(cluster: Cluster, fault: FaultAt) -> None:
 
 
 def _forge(cluster: Cluster, fault: FaultAt) -> None:
+    """Now, and again in the middle of a prompt."""
     forge(cluster, fault.a, fault.b)
+    _when_busy(cluster, lambda: forge(cluster, fault.a, fault.b))
 
 
 def _link(cluster: Cluster, fault: FaultAt) -> EdgeLink | None:
@@ -276,13 +292,19 @@ def _link(cluster: Cluster, fault: FaultAt) -> EdgeLink | None:
 
 
 def _edge_cut(cluster: Cluster, fault: FaultAt) -> None:
-    if (link := _link(cluster, fault)) is not None:
-        cluster.edges.cut(link)
+    def cut() -> None:
+        if (link := _link(cluster, fault)) is not None:
+            cluster.edges.cut(link)
+
+    _when_busy(cluster, cut)
 
 
 def _edge_stall(cluster: Cluster, fault: FaultAt) -> None:
-    if (link := _link(cluster, fault)) is not None:
-        link.stalled_until = cluster.world.now + int(50 + fault.b * 2500)
+    def stall() -> None:
+        if (link := _link(cluster, fault)) is not None:
+            link.stalled_until = cluster.world.now + int(50 + fault.b * 2500)
+
+    _when_busy(cluster, stall)
 
 
 def _edge_blocked(cluster: Cluster, fault: FaultAt) -> None:

@@ -11,14 +11,16 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.codec import Message
 from common.messages.member import MemberId, MemberUpdate
 from common.swim.config import LAN, SwimConfig
 from common.swim.core import SwimCore
 from common.swim.outputs import Output, Send, Transition
+from common.swim.queue import Rumours
 from common.swim.spreader import Seed
-from common.swim.table import DEAD
+from common.swim.table import DEAD, Member
 
 FIRST_BOOT = 1000
 
@@ -64,7 +66,9 @@ class SwimWorld:
         notice_ms: tuple[int, int] = (0, 3000),
         pauses: bool = True,
         validate: bool = False,
+        formed: bool = False,
     ) -> None:
+        """formed: everyone knows everyone from the start, for clusters too large to watch them join."""
         self.rng = random.Random(seed)
         self.now = 0
         self.config, self.loss, self.delay_ms = config, loss, delay_ms
@@ -80,10 +84,14 @@ class SwimWorld:
         self._free_at: dict[tuple[bytes, bytes], float] = {}
         self._epoch = 0
         for index in range(members):
-            self.start(index)
+            self.start(index, joins=not formed)
+        if formed:
+            self._form()
 
     # --- what happens -----------------------------------------------------------------------------------------
-    def start(self, index: int, boot: int = FIRST_BOOT, metadata: dict[str, str] | None = None) -> Host:
+    def start(
+        self, index: int, boot: int = FIRST_BOOT, metadata: dict[str, str] | None = None, *, joins: bool = True
+    ) -> Host:
         """A member (re)starts: a fresh core that knows only where the seed is."""
         node = node_key(index)
         actor = actor_of(node, boot)
@@ -100,6 +108,8 @@ class SwimWorld:
         host = Host(core, node, actor)
         self.hosts[node] = self._by_actor[actor] = host
         seed = self.hosts[node_key(0)]
+        if not joins:
+            return host
         if index:
             self._do(host, core.set_seed(Seed(seed.node, seed.core.own.member.boot, seed.actor), self.now))
         else:
@@ -109,6 +119,22 @@ class SwimWorld:
                     self._do(other, other.core.set_seed(Seed(node, boot, actor), self.now))
         self._do(host, core.tick(self.now))
         return host
+
+    def _form(self) -> None:
+        everyone = {node: Member(host.core.own, 0, "formed") for node, host in self.hosts.items()}
+        for node, host in self.hosts.items():
+            local = host.core._local
+            local.table._members = {other: member for other, member in everyone.items() if other != node}
+            local.table.live = len(everyone) - 1
+            local.rumours = Rumours()
+            for other in local.table._members:
+                local.probe_list.add(other)
+                local.gossip_list.add(other)
+            # As spread over a period as those of members that joined one after the other.
+            self.at(self.rng.randrange(self.config.probe_interval_ms), partial(self._begin, host))
+
+    def _begin(self, host: Host) -> None:
+        self._do(host, host.core.tick(self.now))
 
     def crash(self, index: int) -> None:
         """A process is gone; what is on its way to it is lost."""
