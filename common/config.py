@@ -153,6 +153,7 @@ def _build(
     model = rules.choose_model(origin, provider)
     relay = rules.resolve_relay(origin, provider)
     rules.check_edges(origin, relay, model.cached_model is not None or settings.runtime.pipeline_stages > 1)
+    rules.check_restart(origin, provider)
     worker_bin = None
     if provider is ProviderKind.PROCESS:
         worker_bin = rules.worker_binary(arguments.worker_bin, origin, executable)

@@ -207,6 +207,15 @@ def resolve_relay(origin: Origin, provider: ProviderKind) -> RelayRuntimeConfig:
     return RelayRuntimeConfig(relay.mode or "unset", url, bind, advertise, used)
 
 
+def check_restart(origin: Origin, provider: ProviderKind) -> None:
+    """A lost worker is started again by whoever has started it, which is not always this program."""
+    if origin.settings.runtime.on_worker_loss == "restart" and provider is ProviderKind.EXTERNAL:
+        raise ConfigError(
+            f'{origin.where("runtime", "on_worker_loss")} = "restart" is not supported by provider external, whose '
+            "workers are started by hand: remove the key"
+        )
+
+
 def check_edges(origin: Origin, relay: RelayRuntimeConfig, planned: bool) -> None:
     """Edges over the relay need one."""
     if planned and origin.settings.pipeline.edges == "relay" and not relay.used:

@@ -62,6 +62,14 @@ WORKER_SILENT_MS_SERVING = 60_000  # design.md 6 row 22
 WORKER_SILENT_MS_STARTUP = 30_000
 DEAD_WORKER_FAULT_MS = 5000  # row 22: the active request is faulted after this
 STDERR_TAIL_LINES = 50
+WORKER_RESTARTS_MAX = 3  # [runtime] on_worker_loss = "restart": a worker that dies again and again is broken, not lost
+WORKER_RESTARTS_WINDOW_MS = 600_000  # above three starts with their back-off; a loss an hour is no crash loop
+WORKER_RESTART_BACKOFF_MS = (
+    200,
+    2000,
+    10_000,
+)  # the first at once, but both of two that die together; then room to heal
+WORKER_LOSS_NAMED_MS = 1500  # an edge broke: the provider names a dead worker within this, else only edges are renewed
 
 # --- shutdown ---------------------------------------------------------------------------------------------------
 STAGE_STOPPED_MS = 2000

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+import msgspec
+
 from common.codec import Message
 from common.messages.node_agent import (
     DeviceObjectsReleased,
@@ -86,6 +88,14 @@ class EstablishOutboundEdge(Command):
 
     edge_id: int
     edge: StageOutboundEdgeWire | None
+
+
+@dataclass(frozen=True, slots=True)
+class RenewEdges(Command):
+    """Close both edges, forget their sequence, then establish these. Answered as the two above."""
+
+    inbound: StageInboundEdgeWire
+    outbound: StageOutboundEdgeWire
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +300,36 @@ class StageController:
         assert isinstance(fact, ProvisionStage)
         if fact.provision == self.provision:
             return self._answers()
+        if self._is_renewal(fact.provision):
+            return self._renew(fact.provision)
         refusal = self._refusal(fact.provision) or "the stage already has another provision"
         return self._fault(FaultReason.UNAUTHORIZED_PROVISION, refusal)
 
-    def _repeat_answer(self, _fact: Message) -> list[Output]:
-        """In a faulted or stopped stage nothing is executed any more; the sender learns how it stands."""
+    def _faulted_provision(self, fact: Message) -> list[Output]:
+        """Nothing is executed any more, but for new edges where an edge was all that failed."""
+        assert isinstance(fact, ProvisionStage) and self.fault is not None
+        if self.fault.reason is FaultReason.EDGE_FAULT and self._is_renewal(fact.provision):
+            return self._renew(fact.provision)
         return self._answers()
+
+    def _repeat_answer(self, _fact: Message) -> list[Output]:
+        """In a stopped stage nothing is executed any more; the sender learns how it stands."""
+        return self._answers()
+
+    def _is_renewal(self, wire: StageProvisionWire) -> bool:
+        """A neighbour was replaced: the same stage, with other edges."""
+        mine = self.provision
+        edges = {"inbound_edge": wire.inbound_edge, "outbound_edge": wire.outbound_edge}
+        if mine is None or wire.generation <= mine.generation or None in edges.values():
+            return False
+        return msgspec.structs.replace(mine, generation=wire.generation, **edges) == wire
+
+    def _renew(self, wire: StageProvisionWire) -> list[Output]:
+        assert wire.inbound_edge is not None and wire.outbound_edge is not None
+        self.provision, self.fault = wire, None
+        self.inbound_ready = self.outbound_ready = self.stage_ready_emitted = False
+        self.busy, self.active_input, self.expected_sequence = False, None, 0
+        return [RenewEdges(wire.inbound_edge, wire.outbound_edge), *self._answers()]
 
     def _answers(self) -> list[Output]:
         if self.stopped:
@@ -462,7 +496,7 @@ def _table() -> dict[StageState, dict[type[Message], Rule]]:
         StageState.BUSY: busy,
         # The first fault stands; only the step that was running and the stop are still heard.
         StageState.FAULTED: {
-            ProvisionStage: c._repeat_answer,
+            ProvisionStage: c._faulted_provision,
             StepCompleted: c._step_completed,
             StopRun: c._stop,
         },

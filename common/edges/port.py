@@ -137,6 +137,10 @@ class EdgePort:
         self._produce(edge_id, out.core.write(data, now_ms))
         return out.core.held
 
+    def has(self, edge_id: int) -> bool:
+        """Whether this outbound edge is there."""
+        return edge_id in self._out
+
     def held(self, edge_id: int) -> int:
         """Bytes of an outbound edge that wait for credit."""
         return self._out[edge_id].core.held
@@ -177,6 +181,14 @@ class EdgePort:
             return None
         times = [at for out in self._out.values() if (at := out.core.next_deadline()) is not None]
         return min(times, default=None)
+
+    def reset(self) -> None:
+        """Give up all edges, the endpoint stays: others may be accepted and opened at once."""
+        for edge_id in self._out:
+            self._sockets.hang_up(edge_id)
+        self._out.clear()
+        self.traffic.clear()
+        self._desk.consumers.clear()
 
     def close(self) -> None:
         """No byte moves after this; idempotent."""

@@ -243,8 +243,9 @@ class Fatal(Message, frozen=True, kw_only=True, tag=262):
 
 
 class OpenEdges(Message, frozen=True, kw_only=True, tag=263):
-    """Agent → engine, once in planned mode: take the inbound edge, dial the outbound one. Answered by EdgeReady for
-    each, or StageFaulted. The other fields are those of the provision that the stage's step table needs."""
+    """Agent → engine in planned mode: take the inbound edge, dial the outbound one. Answered by EdgeReady for each, or
+    StageFaulted. The other fields are those of the provision that the stage's step table needs. Again with a later
+    generation: the edges before are closed and their sequence is forgotten, role and weights stay."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     orchestrator: ActorAddress
@@ -254,6 +255,7 @@ class OpenEdges(Message, frozen=True, kw_only=True, tag=263):
     stage_count: U32
     inbound: StageInboundEdgeWire
     outbound: StageOutboundEdgeWire
+    generation: U32 = 0
 
 
 class EdgeReady(Message, frozen=True, kw_only=True, tag=264):
@@ -262,6 +264,7 @@ class EdgeReady(Message, frozen=True, kw_only=True, tag=264):
     FROM: ClassVar[frozenset[Role]] = _AGENT
     edge_id: U64
     path: str = ""
+    generation: U32 = 0
 
 
 class StageFaulted(Message, frozen=True, kw_only=True, tag=265):
@@ -270,6 +273,7 @@ class StageFaulted(Message, frozen=True, kw_only=True, tag=265):
     FROM: ClassVar[frozenset[Role]] = _AGENT
     reason: str
     detail: str = ""
+    generation: U32 = 0
 
 
 class EngineBegin(Message, frozen=True, kw_only=True, tag=266):

@@ -75,7 +75,11 @@ class StageOutboundEdgeWire(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageProvisionWire(msgspec.Struct, frozen=True, kw_only=True):
-    """S1 6.6. layer_end_exclusive absent: all layers (design.md 6 row 28). max_context: tokens, absent: row 29."""
+    """S1 6.6. layer_end_exclusive absent: all layers (design.md 6 row 28). max_context: tokens, absent: row 29.
+
+    generation: counts the worker restarts of the run. A stage that has its weights takes a provision of a later
+    generation, which differs in nothing but its edges, for new edges and a new token stream (on_worker_loss).
+    """
 
     run_id: U64
     authorized_orchestrator: ActorAddress
@@ -92,6 +96,7 @@ class StageProvisionWire(msgspec.Struct, frozen=True, kw_only=True):
     gguf_source: GgufSource
     tokenizer: TokenizerSource
     max_context: U32 | None = None
+    generation: U32 = 0
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,20 +76,24 @@ class ObserveWeightsReady(Message, frozen=True, kw_only=True, tag=84):
 
 
 class ObserveStageReady(Message, frozen=True, kw_only=True, tag=85):
-    """Agent → orchestrator: worker, weights and both edges are ready; repeated for a repeated ProvisionStage."""
+    """Agent → orchestrator: worker, weights and both edges are ready; repeated for a repeated ProvisionStage.
+    generation: the provision's."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     run_id: U64
     stage_index: U32
+    generation: U32 = 0
 
 
 class ObserveStageFault(Message, frozen=True, kw_only=True, tag=86):
-    """Agent → orchestrator: the stage is faulted and takes no more work. reason: StageController's, and a cause."""
+    """Agent → orchestrator: the stage is faulted and takes no more work. reason: StageController's, and a cause.
+    generation: the provision's, 0 before there is one."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     run_id: U64
     stage_index: U32
     reason: str = ""
+    generation: U32 = 0
 
 
 class ObserveStageStopped(Message, frozen=True, kw_only=True, tag=87):

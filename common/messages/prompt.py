@@ -34,12 +34,14 @@ class Done(Message, frozen=True, kw_only=True, tag=161):
 
 
 class Fault(Message, frozen=True, kw_only=True, tag=162):
-    """Node agent → reply_to: the request failed; the sentence reaches the client (S1 10.10)."""
+    """Node agent → reply_to: the request failed; the sentence reaches the client (S1 10.10). lost: not
+    the request is to blame but this worker, which serves no more."""
 
     PLANE: ClassVar[Plane] = Plane.PROMPT
     FROM: ClassVar[frozenset[Role]] = _AGENT
     request_id: U64
     error: str
+    lost: bool = False
 
 
 class RequestCancelled(Message, frozen=True, kw_only=True, tag=163):
@@ -70,12 +72,13 @@ class TokensDecoded(Message, frozen=True, kw_only=True, tag=165):
 
 
 class TokenizerFault(Message, frozen=True, kw_only=True, tag=166):
-    """Node agent → reply_to: encode or decode failed; becomes the Fault of the active prompt."""
+    """Node agent → reply_to: encode or decode failed; becomes the Fault of the active prompt. lost: as in Fault."""
 
     PLANE: ClassVar[Plane] = Plane.PROMPT
     FROM: ClassVar[frozenset[Role]] = _AGENT
     request_id: U64
     error: str
+    lost: bool = False
 
 
 PromptEvent = TextDelta | Done | Fault

@@ -22,7 +22,8 @@ class ProviderMount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeProvisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a provider needs to start one worker (S1 5.4). env holds no secret."""
+    """What a provider needs to start one worker (S1 5.4). env holds no secret. attempt: counts the restarts of this
+    node; each is another worker, with a key of its own."""
 
     run_id: U64
     node_id: U64
@@ -31,6 +32,7 @@ class NodeProvisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     args: list[str] = []
     mounts: list[ProviderMount] = []
+    attempt: U32 = 0
 
 
 class PrepareProvider(Message, frozen=True, kw_only=True, tag=60):
@@ -58,7 +60,8 @@ class ProviderPrepareFailed(Message, frozen=True, kw_only=True, tag=62):
 
 class StartNode(Message, frozen=True, kw_only=True, tag=63):
     """Orchestrator → provisioner: start this worker. Answered by NodeStarted or NodeFailed; a repeat of a known
-    (run, node_id) is answered again, not executed again. run: the nonce that the worker's envelopes will carry."""
+    (run, node_id, attempt) is answered again, not executed again. run: the nonce of the worker's envelopes. A later
+    attempt first stops the worker of the one before; NodeFailed if that cannot be done."""
 
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
     run: RunNonce
@@ -74,6 +77,7 @@ class NodeStarted(Message, frozen=True, kw_only=True, tag=64):
     stage_index: U32
     handle: str
     node_key: bytes
+    attempt: U32 = 0
 
 
 class NodeFailed(Message, frozen=True, kw_only=True, tag=65):
@@ -83,6 +87,7 @@ class NodeFailed(Message, frozen=True, kw_only=True, tag=65):
     node_id: U64
     stage_index: U32
     error: str
+    attempt: U32 = 0
 
 
 class CompleteBootstrap(Message, frozen=True, kw_only=True, tag=66):
@@ -128,6 +133,7 @@ class NodeExited(Message, frozen=True, kw_only=True, tag=70):
     status: int | None = None
     reason: str = ""
     stderr_tail: list[str] = []
+    attempt: U32 = 0
 
 
 class NodeStopped(Message, frozen=True, kw_only=True, tag=71):

@@ -54,6 +54,7 @@ class StageReady(Message, frozen=True, kw_only=True, tag=113):
     FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
     run_id: U64
     stage_index: U32
+    generation: U32 = 0
 
 
 class StageFault(Message, frozen=True, kw_only=True, tag=114):
@@ -63,6 +64,7 @@ class StageFault(Message, frozen=True, kw_only=True, tag=114):
     run_id: U64
     stage_index: U32
     reason: str = ""
+    generation: U32 = 0
 
 
 class StageStopped(Message, frozen=True, kw_only=True, tag=115):

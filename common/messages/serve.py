@@ -32,6 +32,8 @@ class OpenPromptRpc(Message, frozen=True, kw_only=True, tag=180):
     """Pipeline mode: the node agents of all stages in order."""
     max_context: U32 = 0
     """Pipeline mode: tokens of the context, prompt and answer together."""
+    restart: bool = False
+    """A lost worker is replaced ([runtime] on_worker_loss): its active prompt is held instead of faulted."""
 
 
 class PromptRpcReady(Message, frozen=True, kw_only=True, tag=181):
@@ -147,3 +149,34 @@ class PromptActive(Message, frozen=True, kw_only=True, tag=194):
     request_id: U64
     prompt_id: U64
     ended: bool = False
+
+
+class HoldServing(Message, frozen=True, kw_only=True, tag=195):
+    """Orchestrator → gateway: a worker is being replaced. Nothing is dispatched, the active prompt waits, the token
+    edges are closed. Ended by RestoreServing, or by CloseRpc with the prompt's fault."""
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    error: str
+
+
+class RestoreServing(Message, frozen=True, kw_only=True, tag=196):
+    """Orchestrator → gateway: the run serves again, with these actors and nodes; the active prompt's history is
+    replayed. Answered by ServingRestored."""
+
+    FROM: ClassVar[frozenset[Role]] = _ORCHESTRATOR
+    run: OpenPromptRpc
+
+
+class ServingRestored(Message, frozen=True, kw_only=True, tag=197):
+    """Gateway → orchestrator: prompts go on. replayed: tokens of the active prompt's answer that were there before."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    replayed: U32 = 0
+
+
+class ServingDisturbed(Message, frozen=True, kw_only=True, tag=198):
+    """Gateway → orchestrator, where lost workers are replaced: a worker or a token edge failed under the active prompt,
+    which is held until RestoreServing."""
+
+    FROM: ClassVar[frozenset[Role]] = _GATEWAY
+    error: str

@@ -53,6 +53,18 @@ class ExpectNode:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLost:
+    """Event: the worker of this stage is being replaced; it does not count any more."""
+
+    stage_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagesRenewed:
+    """Event: all stages get new edges, as one of them is another worker's."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndRun:
     """Event: the run begins to end; error is empty for a controlled stop."""
 
@@ -81,10 +93,18 @@ class OrchestratorActor(Actor):
     worker (S1 6.12, 9.19); everything else is counted in `dropped` and changes nothing.
     """
 
-    Incoming: ClassVar[tuple[type, ...]] = (OrchestratorMsg, ExpectNode, EndRun)  # type: ignore[assignment]
+    Incoming: ClassVar[tuple[type, ...]] = (  # type: ignore[assignment]
+        OrchestratorMsg,
+        ExpectNode,
+        StageLost,
+        StagesRenewed,
+        EndRun,
+    )
 
-    def __init__(self, run_id: int, report_to: bytes | None) -> None:
+    def __init__(self, run_id: int, report_to: bytes | None, *, restarts: bool = False) -> None:
+        """restarts: whether a stage's fault ends the run is for the run to say, by EndRun."""
         self.core = OrchestratorRun(run_id)
+        self._restarts = restarts
         self.report_to = report_to
         self.dropped = 0
         self._expected: dict[int, ExpectNode] = {}
@@ -96,6 +116,10 @@ class OrchestratorActor(Actor):
         match msg:
             case ExpectNode():
                 self._expected[msg.stage_index] = msg
+            case StageLost():
+                self._expected.pop(msg.stage_index, None)
+            case StagesRenewed():
+                self.core.stages_renewed()
             case EndRun() if msg.error:
                 self.core.fault(msg.error)
             case EndRun():
@@ -162,10 +186,15 @@ class OrchestratorActor(Actor):
                 )
             case ObserveStageReady():
                 self.core.stage_ready(msg.stage_index)
-                self._report(StageReady(run_id=msg.run_id, stage_index=msg.stage_index), ctx)
+                ready = StageReady(run_id=msg.run_id, stage_index=msg.stage_index, generation=msg.generation)
+                self._report(ready, ctx)
             case ObserveStageFault():
-                self.core.fault(f"StageFault: {msg.reason}")
-                self._report(StageFault(run_id=msg.run_id, stage_index=msg.stage_index, reason=msg.reason), ctx)
+                if not self._restarts:
+                    self.core.fault(f"StageFault: {msg.reason}")
+                fault = StageFault(
+                    run_id=msg.run_id, stage_index=msg.stage_index, reason=msg.reason, generation=msg.generation
+                )
+                self._report(fault, ctx)
             case ObserveStageStopped():
                 self.core.stage_stopped(msg.stage_index)
                 self._report(StageStopped(run_id=msg.run_id, stage_index=msg.stage_index), ctx)

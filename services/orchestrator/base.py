@@ -41,6 +41,8 @@ class Phase(StrEnum):
     WEIGHTS = "weights_loaded"
     RPC = "prompt_rpc"
     SERVING = "serve_prompts"
+    RESTART = "worker_restart"
+    """Back-off before a lost worker is started again; then START and on (restart.py)."""
     CLOSING_RPC = "closing_rpc"
     STOPPING_STAGES = "stopping_stages"
     STOPPING_NODES = "provider_stop"
@@ -71,6 +73,8 @@ class Worker:
 
     node_id: int
     stage_index: int
+    attempt: int = 0
+    """How often it was restarted."""
     node_key: bytes = b""
     endpoint: EndpointWire | None = None
     node_actor: bytes = b""
@@ -136,6 +140,8 @@ class RunBase(ServiceActor):
         """PrepareProvider was sent: StopNodes is owed whatever happens."""
         self.rpc_open = False
         """OpenPromptRpc was sent: CloseRpc is owed."""
+        self.generation = 0
+        """Of the stages' provisions: counts the worker restarts (restart.py)."""
         self._limit_error = ""
         self._limit_ms = 0
 
@@ -227,6 +233,14 @@ class RunBase(ServiceActor):
         self.record(ctx, failed_phase, "failed", full, node_id)
         self.result.error, self.result.faulted_phase = error, failed_phase
         self.close(ctx)
+
+    def lost(self, ctx: Ctx, error: str, worker: Worker, **detail: Any) -> None:
+        """A worker serves no more (S1 9.15): the end of the run, where restart.py cannot mend it."""
+        self.fail(ctx, error, worker=worker, **detail)
+
+    def thwarted(self, ctx: Ctx, error: str, worker: Worker | None = None) -> None:
+        """A step towards serving failed: the end of the run, where restart.py has no further attempt."""
+        self.fail(ctx, error, worker=worker)
 
     def close(self, ctx: Ctx) -> None:
         """Begin the shutdown sequence (closing.py)."""

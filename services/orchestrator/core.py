@@ -42,7 +42,9 @@ from common.messages.serve import (
     PromptRpcReady,
     ResumeServing,
     RpcClosed,
+    ServingDisturbed,
     ServingFailed,
+    ServingRestored,
     ShutdownRequested,
     SuspendServing,
 )
@@ -52,8 +54,8 @@ from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
 from services.orchestrator.actor import ReportsPending
 from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase
 from services.orchestrator.closing import LEASE_TIMER, STEP_TIMER
-from services.orchestrator.planned import PlannedRun
 from services.orchestrator.readiness import ACK_TIMER
+from services.orchestrator.restart import RESTART_TIMER, RestartingRun
 from services.orchestrator.serving import SILENT_TIMER
 from services.orchestrator.stages import STAGE_TIMER
 
@@ -92,12 +94,13 @@ class ServiceRestarted:
     how: str
 
 
-class RunActor(PlannedRun):
+class RunActor(RestartingRun):
     """Spawn it with name="orchestrator"; it spawns the orchestrator actor and its report inbox."""
 
     Incoming: ClassVar[tuple[type, ...]] = (
-        *PlannedRun.SERVICE_INCOMING,
-        *PlannedRun.PLANNED_INCOMING,
+        *RestartingRun.SERVICE_INCOMING,
+        *RestartingRun.PLANNED_INCOMING,
+        *RestartingRun.RESTART_INCOMING,
         ServiceReady,
         ServiceFailed,
         ProviderPrepared,
@@ -148,7 +151,9 @@ class RunActor(PlannedRun):
                     self.fail(ctx, f"{held.service}: {held.error}", phase=held.phase, service=held.service)
                 self.services_timed_out(ctx)
             case _ if key == LIMIT_TIMER:
-                self.fail(ctx, self.limit_error(ctx))
+                self.thwarted(ctx, self.limit_error(ctx))
+            case _ if key == RESTART_TIMER:
+                self.restart_due(ctx)
             case _ if key == LEASE_TIMER:
                 self.renew_lease(ctx)
             case _ if key == SILENT_TIMER:
@@ -234,6 +239,8 @@ class RunActor(PlannedRun):
                 self.fail(ctx, f"prompt serving failed: {msg.error}")
             case Flushed():
                 self.flushed(ctx)
+            case ServingDisturbed() | ServingRestored():
+                self.restart_message(msg, ctx)
             case _:
                 self.planned_message(msg, ctx)
 
@@ -257,7 +264,7 @@ class RunActor(PlannedRun):
                 case WeightsReady():
                     self.weights_ready(report.stage_index, ctx)
                 case StageReady():
-                    self.stage_is_ready(report.stage_index, ctx)
+                    self.stage_is_ready(report.stage_index, report.generation, ctx)
                 case StageProgress():
                     self.stage_progress(report, ctx)
                 case StageFault():
@@ -292,7 +299,11 @@ class RunActor(PlannedRun):
             self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
         elif not isinstance(msg.message, ConfigGet | SuspendServing | ResumeServing):
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
-            self.fail(ctx, f"{what} could not be delivered: {reason}", worker=worker)
+            error = f"{what} could not be delivered: {reason}"
+            if worker is not None and self.restarting:
+                self.thwarted(ctx, error, worker)
+            else:
+                self.fail(ctx, error, worker=worker)
 
     def _stdio(self, msg: StdioLine, ctx: Ctx) -> None:
         stream = LogStream.STDOUT if msg.stream == "stdout" else LogStream.STDERR

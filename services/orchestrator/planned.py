@@ -64,6 +64,10 @@ class PlannedRun(StartUp):
             case _:
                 pass
 
+    def edge_failed(self, error: str, worker: Worker, ctx: Ctx) -> None:
+        """A token edge between the gateway and this worker."""
+        self.fail(ctx, error, worker=worker)
+
     # --- the plan (4.4) -----------------------------------------------------------------------------------------
     def make_plan(self, ctx: Ctx) -> None:
         """Planned execution begins; direct execution never comes here."""
@@ -113,6 +117,8 @@ class PlannedRun(StartUp):
             return
         self.waiting_for = "the token endpoints"
         self.limit(ctx, PROVIDER_START_MS, "the prompt gateway did not open the token-out endpoint")
+        self._token_endpoints.clear()
+        self._rpc_due = False
         self._edge_tokens = {edge.edge_id: ctx.rng.randbytes(NONCE_BYTES) for edge in self.plan.edges}
         for worker in self.workers.values():
             if worker.endpoint is not None:
@@ -163,7 +169,7 @@ class PlannedRun(StartUp):
         worker = self.workers[min(self.workers) if msg.endpoint == "TokenIn" else max(self.workers)]
         way = "to" if msg.endpoint == "TokenIn" else "from"
         edge = f"pipeline {_words(msg.endpoint)} edge {way} {self.name_of(worker)}"
-        self.fail(ctx, f"{edge}: {msg.error}", worker=worker)
+        self.edge_failed(f"{edge}: {msg.error}", worker, ctx)
 
     # --- stages and the RPC -------------------------------------------------------------------------------------
     def stage_wire(self, worker: Worker) -> StageProvisionWire:
@@ -176,13 +182,18 @@ class PlannedRun(StartUp):
             orchestrator=self.actor_address,
             tokens=self._edge_tokens,
             endpoints=self._endpoints,
+            generation=self.generation,
         )
 
     def open_rpc(self, ctx: Ctx) -> None:
         """Not before both token endpoints are there."""
-        self._rpc_due = self.plan is not None and len(self._token_endpoints) < len(TOKEN_ENDPOINTS)
+        self._rpc_due = not self.token_endpoints_ready()
         if not self._rpc_due:
             super().open_rpc(ctx)
+
+    def token_endpoints_ready(self) -> bool:
+        """Both are connected, or direct execution has none."""
+        return self.plan is None or len(self._token_endpoints) == len(TOKEN_ENDPOINTS)
 
     def rpc_closed(self, ctx: Ctx) -> None:
         """The gateway has closed the token endpoints with it."""
@@ -204,6 +215,7 @@ class PlannedRun(StartUp):
             eos_tokens=list(self.plan.facts.eos_token_ids),
             stage_actors=[worker.node_actor for worker in ordered],
             max_context=self.plan.facts.max_seq_len,
+            restart=self.config.on_worker_loss == "restart",
         )
 
 

@@ -347,6 +347,7 @@ def stage_wire(
     orchestrator: bytes,
     tokens: Mapping[int, bytes],
     endpoints: Mapping[int, EndpointWire],
+    generation: int = 0,
 ) -> StageProvisionWire:
     """S1 6.6 for one stage (after readiness). tokens: edge id → edge_token. Raises PlanError."""
     stage = plan.stage(stage_index)
@@ -367,4 +368,5 @@ def stage_wire(
         gguf_source=plan.facts.gguf_source,
         tokenizer=plan.facts.tokenizer,
         max_context=plan.facts.max_seq_len,
+        generation=generation,
     )

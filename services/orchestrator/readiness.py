@@ -108,6 +108,10 @@ class Readiness(Stages):
             self._progress_once(worker, "routed", ctx)
         worker.alive, worker.routed = alive, routed
 
+    def forget_facts(self, stage_index: int) -> None:
+        """Another worker makes its own progress."""
+        self._facts = {fact for fact in self._facts if fact[0] != stage_index}
+
     def _progress_once(self, worker: Worker, fact: str, ctx: Ctx) -> None:
         if self.phase is Phase.READINESS and (worker.stage_index, fact) not in self._facts:
             self._facts.add((worker.stage_index, fact))
@@ -118,7 +122,8 @@ class Readiness(Stages):
         self.phase, self.waiting_for = Phase.ACK, "runtime-ready acknowledgement"
         self.limit(ctx, ACK_LIMIT_MS, "acknowledgement")
         for worker in self.workers.values():
-            self._expect_flow(worker, ctx)
+            if not worker.subscribed:
+                self._expect_flow(worker, ctx)
         self.send_acks(ctx)
 
     def _expect_flow(self, worker: Worker, ctx: Ctx) -> None:
@@ -191,7 +196,7 @@ class Readiness(Stages):
         if self.phase is not Phase.BOOTSTRAP:
             return
         if error:
-            self.fail(ctx, f"complete_bootstrap failed: {error}")
+            self.thwarted(ctx, f"complete_bootstrap failed: {error}")
             return
         self.record(ctx, "complete_bootstrap", "ready", {"provider": self.provider})
         self.begin_stages(ctx)

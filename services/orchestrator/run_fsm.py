@@ -101,6 +101,11 @@ class OrchestratorRun:
             self.token_out_ready = True
         self._inject_prompt()
 
+    def stages_renewed(self) -> None:
+        """A worker was replaced: stages and token endpoints have to become ready anew."""
+        self.ready_stages.clear()
+        self.token_in_ready = self.token_out_ready = False
+
     def _stages_missing(self) -> bool:
         return self.plan is None or {stage.stage_index for stage in self.plan} != self.ready_stages
 

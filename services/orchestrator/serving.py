@@ -35,6 +35,16 @@ class Serving(Closing):
         self._prompt: PromptActive | None = None
         """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
 
+    @property
+    def restarting(self) -> bool:
+        """Serving has begun, and lost workers are being replaced (restart.py)."""
+        return False
+
+    @property
+    def restarts(self) -> bool:
+        """[runtime] on_worker_loss = "restart"."""
+        return self.config is not None and self.config.on_worker_loss == "restart"
+
     # --- leases -----------------------------------------------------------------------------------------------
     def renew_lease(self, ctx: Ctx) -> None:
         """From the main loop on purpose: if it hangs, the lease ends and everybody stops by himself."""
@@ -55,7 +65,7 @@ class Serving(Closing):
                 self.hurry(ctx)
             return
         self.result.shutdown_source = source
-        if self.phase is Phase.SERVING:
+        if self.phase is Phase.SERVING or self.restarting:
             self.close(ctx)
         else:
             self.fail(ctx, f"shutdown requested while waiting for {self.waiting_for}")
@@ -64,7 +74,7 @@ class Serving(Closing):
     def node_exited(self, msg: NodeExited, ctx: Ctx) -> None:
         """A worker ended without being asked to (S1 9.15)."""
         worker = self.worker_of(msg.stage_index, msg.node_id)
-        if worker is None:
+        if worker is None or worker.attempt != msg.attempt:
             return
         tail = msg.stderr_tail[-STDERR_TAIL_LINES:]
         if not self.active:
@@ -74,22 +84,23 @@ class Serving(Closing):
         how = msg.reason or (f"exit status {msg.status}" if msg.status is not None else "no exit status")
         last = next((line.strip() for line in reversed(tail) if line.strip()), "")
         self.result.stderr_tail = tail
-        self.fail(
+        self.lost(
             ctx,
-            f"{self.name_of(worker)} exited {self._when()}: {how}"
+            f"{self.name_of(worker)} exited {self.when()}: {how}"
             + (f"; its last line was: {last[:200]}" if last else ""),
-            worker=worker,
+            worker,
             status=msg.status,
             stderr_tail=tail,
         )
 
-    def _when(self) -> str:
+    def when(self) -> str:
+        """How an error says at what time a worker was lost."""
         return WHEN.get(self.phase, "before ready")
 
     def stage_faulted(self, report: StageFault, ctx: Ctx) -> None:
         """S1 4.9: a start-up failure before serving, a runtime failure after."""
         worker = self.workers[report.stage_index]
-        error = f"node {worker.node_id} stage {report.stage_index} faulted {self._when()}: {report.reason}"
+        error = f"node {worker.node_id} stage {report.stage_index} faulted {self.when()}: {report.reason}"
         self.fail(ctx, error, worker=worker)
 
     def members_changed(self, ctx: Ctx) -> None:
@@ -113,16 +124,16 @@ class Serving(Closing):
             # While membership restarts it reads Unknown, which never fails a run (design.md 2).
             is_dead = ctx.views.members.state(worker.node_key) in ("dead", "left")
             if is_dead and ctx.now_ms - (worker.dead_since_ms or 0) >= limit_ms:
-                error = f"{self.name_of(worker)} was lost {self._when()}: dead in SWIM for {limit_ms // 1000} s"
-                self.fail(ctx, error, worker=worker)
+                error = f"{self.name_of(worker)} was lost {self.when()}: dead in SWIM for {limit_ms // 1000} s"
+                self.lost(ctx, error, worker)
                 return
         ctx.timer(SILENT_TIMER, SILENT_LOOK_MS)
         self._serve_or_suspend(ctx)
 
     def _serve_or_suspend(self, ctx: Ctx) -> None:
         """The gateway follows SWIM by itself; this is the run's own word, so that both stop for the same reason."""
-        if self.phase is not Phase.SERVING:
-            return
+        if self.phase is not Phase.SERVING or self.restarts:
+            return  # where lost workers are replaced, the gateway holds its prompt by itself
         lost = [
             worker
             for worker in self.workers.values()
@@ -141,10 +152,10 @@ class Serving(Closing):
     def worker_restarted(self, worker: Worker, readiness_id: int, ctx: Ctx) -> None:
         """It reports a new runtime after the old one was acknowledged: stage, weights and requests of that are gone."""
         error = (
-            f"{self.name_of(worker)} lost its runtime {self._when()}: it reports readiness {readiness_id} after "
+            f"{self.name_of(worker)} lost its runtime {self.when()}: it reports readiness {readiness_id} after "
             f"readiness {worker.readiness_id} was acknowledged"
         )
-        self.fail(ctx, error, worker=worker)
+        self.lost(ctx, error, worker)
 
     # --- service loss -----------------------------------------------------------------------------------------
     def service_lost(self, role: Role, how: str, ctx: Ctx) -> None:

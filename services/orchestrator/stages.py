@@ -74,6 +74,7 @@ class Stages(Serving):
             gguf_source=config.gguf_source,
             tokenizer=config.tokenizer,
             max_context=config.max_context,
+            generation=self.generation,
         )
 
     def provision_stage(self, ctx: Ctx) -> None:
@@ -116,9 +117,9 @@ class Stages(Serving):
         self.record(ctx, "weights_loaded", "observed", detail, worker.node_id)
         self._next_stage(ctx)
 
-    def stage_is_ready(self, stage_index: int, ctx: Ctx) -> None:
+    def stage_is_ready(self, stage_index: int, generation: int, ctx: Ctx) -> None:
         """Every readiness fact of the stage holds (design.md 6 row 36)."""
-        if self.phase is Phase.WEIGHTS:
+        if self.phase is Phase.WEIGHTS and generation == self.generation:
             self.workers[stage_index].stage_ready = True
             self._next_stage(ctx)
 
@@ -160,6 +161,7 @@ class Stages(Serving):
             encode_actor=ordered[0].node_actor,
             decode_actor=ordered[-1].node_actor,
             nodes=[worker.node_key for worker in ordered],
+            restart=self.config.on_worker_loss == "restart",
         )
 
     def rpc_ready(self, addr: str, ctx: Ctx) -> None:
@@ -176,6 +178,6 @@ class Stages(Serving):
 
     def rpc_failed(self, error: str, ctx: Ctx) -> None:
         """A start-up failure (S1 10.9)."""
-        if self.phase is Phase.RPC:
+        if self.phase is Phase.RPC and not self.restarting:
             self.rpc_open = False
             self.fail(ctx, f"prompt RPC: {error}")

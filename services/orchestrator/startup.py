@@ -37,7 +37,8 @@ class StartUp(Readiness):
         self.inbox = ReportInbox(ctx.address)
         inbox = ctx.spawn(self.inbox)
         self.record(ctx, "orchestrator_report_actor", "ready", {"actor": short(inbox)})
-        self.actor_address = ctx.spawn(OrchestratorActor(config.run_id, inbox))
+        restarts = config.on_worker_loss == "restart"
+        self.actor_address = ctx.spawn(OrchestratorActor(config.run_id, inbox, restarts=restarts))
         self.record(ctx, "orchestrator_actor", "ready", {"actor": short(self.actor_address)})
         if self.active:
             self.renew_lease(ctx)
@@ -131,11 +132,15 @@ class StartUp(Readiness):
         ctx.send(self.actor_address, ObservePlanAvailable(run_id=self.run_id, stages=stages))
         self.limit(ctx, provider_start_ms(self.config.provider), "provider start")
         for spec in specs:
-            self.workers[spec.stage_index] = Worker(spec.node_id, spec.stage_index)
-            started = {"provider": self.provider, "image": spec.image, "stage_index": spec.stage_index}
-            self.record(ctx, "provider_start", "started", started, spec.node_id)
-            start = StartNode(spec=spec, orchestrator=self.actor_address, run=self.nonce)
-            ctx.send(self.service(ctx, Role.PROVISIONER), start)
+            self.start_worker(spec, ctx)
+
+    def start_worker(self, spec: NodeProvisionSpec, ctx: Ctx) -> None:
+        """One worker, from nothing."""
+        self.workers[spec.stage_index] = Worker(spec.node_id, spec.stage_index, spec.attempt)
+        started = {"provider": self.provider, "image": spec.image, "stage_index": spec.stage_index}
+        self.record(ctx, "provider_start", "started", started, spec.node_id)
+        start = StartNode(spec=spec, orchestrator=self.actor_address, run=self.nonce)
+        ctx.send(self.service(ctx, Role.PROVISIONER), start)
 
     def limit_error(self, ctx: Ctx) -> str:
         """Of the start: which workers did not."""
@@ -148,7 +153,7 @@ class StartUp(Readiness):
     def node_started(self, msg: NodeStarted, ctx: Ctx) -> None:
         """The guard owns this worker's handle; its bus key is known before it says a word."""
         worker = self.worker_of(msg.stage_index, msg.node_id)
-        if worker is None or worker.node_key or self.phase is not Phase.START:
+        if worker is None or worker.node_key or self.phase is not Phase.START or worker.attempt != msg.attempt:
             return
         worker.node_key = msg.node_key
         ctx.send(self.actor_address, ExpectNode(msg.node_id, msg.stage_index, msg.node_key))
@@ -161,5 +166,5 @@ class StartUp(Readiness):
     def node_failed(self, msg: NodeFailed, ctx: Ctx) -> None:
         """S1 10.6: the workers that were started before it are stopped by the shutdown sequence."""
         worker = self.worker_of(msg.stage_index, msg.node_id)
-        if worker is not None:
-            self.fail(ctx, f"node {msg.node_id} did not start: {msg.error}", worker=worker)
+        if worker is not None and worker.attempt == msg.attempt:
+            self.thwarted(ctx, f"node {msg.node_id} did not start: {msg.error}", worker)

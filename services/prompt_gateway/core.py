@@ -20,12 +20,16 @@ from common.messages.edge import SequenceBegun
 from common.messages.prompt import PromptEvent, RequestCancelled, TokenizerEvent
 from common.messages.serve import (
     CloseRpc,
+    HoldServing,
     OpenPromptRpc,
     PromptRpcFailed,
     PromptRpcReady,
+    RestoreServing,
     ResumeServing,
     RpcClosed,
+    ServingDisturbed,
     ServingFailed,
+    ServingRestored,
     ShutdownRequested,
     SuspendServing,
 )
@@ -70,7 +74,7 @@ CONNECTIONS_HELD_MAX = 2 * RPC_CONNECTIONS_MAX  # served ones and those that are
 
 RPC_TIMER = "rpc:close"
 UNSAID_TIMER = "rpc:unsaid"
-SAID_UNTIL_HEARD = (PromptRpcReady, ServingFailed, ShutdownRequested)
+SAID_UNTIL_HEARD = (PromptRpcReady, ServingFailed, ServingDisturbed, ServingRestored, ShutdownRequested)
 CLIENT_TIMER = "client:"
 PROBE_TIMER = "probe:"
 
@@ -116,6 +120,8 @@ class GatewayActor(ServiceActor):
         CloseRpc,
         SuspendServing,
         ResumeServing,
+        HoldServing,
+        RestoreServing,
         RequestCancelled,
         RepliesPending,
         SendFailed,
@@ -175,6 +181,11 @@ class GatewayActor(ServiceActor):
                 self._suspension = None
                 if self.loop:
                     self.loop.resume(ctx)
+            case HoldServing() if self.loop:
+                self.edges.drop(ctx)
+                self.loop.hold(msg.error, ctx)
+            case RestoreServing():
+                self._restore(msg.run, ctx)
             case RequestCancelled() if self.loop:
                 self.loop.confirm_cancel(msg, ctx.sender, ctx)
             case SendFailed():
@@ -185,8 +196,8 @@ class GatewayActor(ServiceActor):
                     self.loop.receive(msg, ctx)
             case _ if isinstance(msg, TOKEN_EDGE_EVENTS):
                 self.edges.receive(msg, ctx)
-                if isinstance(msg, EdgeDown) and self.loop and self.edges.failed:
-                    self.loop.broken(self.edges.failed, ctx)
+                if isinstance(msg, EdgeDown) and self.loop and self._run and self.edges.failed:
+                    (self.loop.disturbed if self._run.restart else self.loop.broken)(self.edges.failed, ctx)
             case _:
                 super().receive(msg, ctx)
 
@@ -293,6 +304,16 @@ class GatewayActor(ServiceActor):
         if self._suspension is not None:
             self.loop.suspend(self._suspension, ctx)
         ctx.send(self._opener, PromptRpcReady(addr=join_addr(*self._bind)))
+
+    def _restore(self, run: OpenPromptRpc, ctx: Ctx) -> None:
+        """A worker was replaced; asked again, it is answered again."""
+        if self.loop is None or self.state is not RpcState.OPEN:
+            return
+        replayed = 0
+        if self.loop.held:
+            self._run = run
+            replayed = self.loop.restore(run, ctx)
+        ctx.reply(ServingRestored(replayed=replayed))
 
     def _close(self, reason: str, ctx: Ctx) -> None:
         """Faults first, then the connections; idempotent. Ends in _closed."""
@@ -479,6 +500,10 @@ class GatewayActor(ServiceActor):
     def serving_failed(self, error: str, ctx: Ctx) -> None:
         """serving.Clients."""
         ctx.send(self._opener, ServingFailed(error=error))
+
+    def serving_disturbed(self, error: str, ctx: Ctx) -> None:
+        """serving.Clients."""
+        ctx.send(self._opener, ServingDisturbed(error=error))
 
     def check(self) -> None:
         """Invariants: each prompt in flight is the active one or waits, and the other way round; memory is bounded."""

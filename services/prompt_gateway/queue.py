@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.limits import PROMPT_QUEUE_LEN_MAX
+from common.messages.node_agent import Sampling
 from services.prompt_gateway.wire import SubmitPrompt
 
 
@@ -24,14 +25,16 @@ class Outcome(StrEnum):
 class PromptWork:
     """One accepted request, from its line to its end.
 
-    prompt_id: run-unique, the request_id of actor messages (row 24); max_tokens: 0 = no cap; text_bytes, deltas and
-    tokens: what came so far; told_position: the last one that the client was told, 0 = none.
+    prompt_id: run-unique, the request_id of actor messages (row 24), another one after a replay; max_tokens: 0 = no
+    cap; sampling: None = greedy; text_bytes, deltas and tokens: what came so far; told_position: the last one that the
+    client was told, 0 = none.
     """
 
     prompt_id: int
     conn: int
     request: SubmitPrompt
     max_tokens: int
+    sampling: Sampling | None = None
     outcome: Outcome | None = None
     deltas: int = 0
     tokens: int = 0

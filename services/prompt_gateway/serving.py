@@ -7,6 +7,9 @@ cancel the first comes long before the second, and nothing is dispatched to a wo
 Worker loss (design.md 6 row 22): while the orchestrator has suspended serving, or the member view calls a serving node
 dead or left, nothing is dispatched and no limit runs against the worker; the active prompt gets its fault on
 SuspendServing or DEAD_WORKER_FAULT_MS after the death was seen, whichever comes first.
+
+Where the run replaces lost workers ([runtime] on_worker_loss = "restart"), a worker's failure holds the active prompt
+instead: nothing that comes from the old workers counts any more, and `restore` lets it go on with the new ones.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from common.actors import Ctx
 from common.addresses import Role, short
 from common.effects import SendFailed
 from common.limits import DEAD_WORKER_FAULT_MS, PROMPT_CANCEL_MS
 from common.messages.node_agent import CancelRequest
-from common.messages.prompt import Done, Fault, PromptEvent, RequestCancelled, TextDelta
+from common.messages.prompt import Done, Fault, PromptEvent, RequestCancelled, TextDelta, TokenizerFault
 from common.messages.serve import OpenPromptRpc, PromptActive
 from services.prompt_gateway.queue import Outcome, PromptQueue, PromptWork
 from services.prompt_gateway.records import Records
@@ -52,6 +57,9 @@ class Clients(Protocol):
     def serving_failed(self, error: str, ctx: Ctx) -> None:
         """Serving is broken (S1 10.10): the run has to end."""
 
+    def serving_disturbed(self, error: str, ctx: Ctx) -> None:
+        """The active prompt is held: a worker or an edge failed, and the run replaces what is lost."""
+
 
 @dataclass(slots=True)
 class ActivePrompt:
@@ -75,14 +83,22 @@ class ServingLoop:
         self._records = Records(run.run_id, run.node_id)
         self._runtime: PromptRuntime = MODES[run.mode](run, reply_to, self._records)
         self._clients = clients
+        self._restarts = run.restart
         self._suspended = False
         self._dead = ""
+        self.held = ""
+        """Why the active prompt waits for another worker, or empty."""
         self._stopped = ""
 
     # --- prompts in ---------------------------------------------------------------------------------------------
     def accept(self, conn: int, request: SubmitPrompt, default_max_tokens: int, ctx: Ctx) -> PromptWork:
         """Give a request its internal id. The caller links it to its connection, then calls `enqueue`."""
-        work = PromptWork(self.next_id, conn, request, request.max_tokens or default_max_tokens)
+        sampling = request.sampler()
+        if self._restarts and sampling is not None and sampling.seed is None:
+            # A replay has to draw the same tokens once more.
+            seed = int.from_bytes(ctx.rng.randbytes(8), "little")
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        work = PromptWork(self.next_id, conn, request, request.max_tokens or default_max_tokens, sampling)
         self.next_id += 1
         detail = {"prompt_bytes": request.prompt_bytes, "max_tokens": work.max_tokens}
         self._records.emit(ctx, "prompt_work", "observed", work, detail)
@@ -112,6 +128,13 @@ class ServingLoop:
     # --- events of the worker -----------------------------------------------------------------------------------
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """A message of a reply inbox."""
+        if self.held:
+            return
+        active = self.active
+        if self._restarts and active and isinstance(msg, Fault | TokenizerFault) and msg.lost:
+            if msg.request_id == active.work.prompt_id:
+                self.disturbed(msg.error, ctx)
+            return
         try:
             events = self._runtime.receive(msg, self.active.work if self.active else None, ctx)
         except ServingBroken as broken:
@@ -122,7 +145,7 @@ class ServingLoop:
 
     def broken(self, error: str, ctx: Ctx) -> None:
         """The way of prompts is broken: the active prompt's fault says so, then serving ends."""
-        if self.failed or self._stopped:
+        if self.failed or self._stopped or self.held:
             return
         if self.active and self.active.work.outcome is None:
             self._fault(self.active.work, error, ctx)
@@ -151,6 +174,8 @@ class ServingLoop:
 
     def confirm_cancel(self, msg: RequestCancelled, src: bytes, ctx: Ctx) -> None:
         """A worker will send nothing more for a request (row 21)."""
+        if self.held:
+            return
         active = self.active
         if active is None or msg.request_id != active.work.prompt_id:
             reason = "request_mismatch" if active else "no_active_prompt"
@@ -168,12 +193,15 @@ class ServingLoop:
         """A message of the active prompt was not delivered: a serving failure (S1 10.10), but not of a worker that is
         known to be lost, whose fate the orchestrator decides (row 22)."""
         active = self.active
-        if active is None or getattr(failed.message, "request_id", None) != active.work.prompt_id:
+        if self.held or active is None or getattr(failed.message, "request_id", None) != active.work.prompt_id:
             return
         work = active.work
         if self._runtime.is_work(failed.message):
             why = SEND_FAILURES.get(failed.reason, failed.reason)
             error = f"the prompt could not be sent to the worker {short(failed.dst)}: {why}"
+            if self._restarts:
+                self.disturbed(error, ctx)
+                return
             self._runtime.send_failed(work, failed.reason, ctx)
             if work.outcome is None:
                 self._fault(work, error, ctx)
@@ -189,7 +217,7 @@ class ServingLoop:
     @property
     def is_blocked(self) -> bool:
         """Nothing is dispatched and no limit runs."""
-        return self._suspended or bool(self._dead)
+        return self._suspended or bool(self._dead) or bool(self.held)
 
     def suspend(self, error: str, ctx: Ctx) -> None:
         """SuspendServing."""
@@ -209,7 +237,8 @@ class ServingLoop:
         was, self._dead = self._dead, short(lost[0]) if lost else ""
         if self._dead and not was:
             self._block(ctx)
-            ctx.timer(DEAD_TIMER, DEAD_WORKER_FAULT_MS)
+            if not self._restarts:
+                ctx.timer(DEAD_TIMER, DEAD_WORKER_FAULT_MS)
         elif was and not self._dead:
             ctx.cancel(DEAD_TIMER)
             self._unblock(ctx)
@@ -224,6 +253,42 @@ class ServingLoop:
             # The first CancelRequest may have died on the way to the lost worker.
             self._send_cancel(self.active.work, ctx)
         self._pump(ctx)
+
+    # --- lost workers are replaced ------------------------------------------------------------------------------
+    def disturbed(self, error: str, ctx: Ctx) -> None:
+        """Hold the active prompt and say so; what is lost, and what is done about it, is the orchestrator's to find."""
+        if not (self.held or self.failed or self._stopped):
+            self.hold(error, ctx)
+            self._clients.serving_disturbed(error, ctx)
+
+    def hold(self, error: str, ctx: Ctx) -> None:
+        """HoldServing: nobody works on the active prompt, and nothing more of its work counts."""
+        if not self.held and self.active:
+            self._records.emit(ctx, "prompt_replay", "waiting", self.active.work, {"error": error})
+        self.held = error
+        self._block(ctx)
+
+    def restore(self, run: OpenPromptRpc, ctx: Ctx) -> int:
+        """RestoreServing: the active prompt goes on with the run's present workers, under a new internal id by which
+        their answers are told from old ones. Returns how many tokens of its answer are replayed."""
+        self._nodes, self.held, self._dead = run.nodes, "", ""
+        ctx.cancel(DEAD_TIMER)
+        self._runtime.rebind(run)
+        replayed = 0
+        if self.active and self.active.work.outcome is not None:
+            self._runtime.forget()
+            self.active = None
+        elif self.active:
+            work = self.active.work
+            before, work.prompt_id = work.prompt_id, self.next_id
+            self.next_id += 1
+            self._tell_orchestrator(work, ctx)
+            replayed = self._runtime.replay(work, ctx)
+            detail = {"replaces_prompt_id": before, "tokens": replayed}
+            self._records.emit(ctx, "prompt_replay", "started", work, detail)
+        self.members_changed(ctx)
+        self._pump(ctx)
+        return replayed
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
         """CANCEL_TIMER and DEAD_TIMER."""

@@ -69,6 +69,11 @@ class PumpEdges(Effect):
 
 
 @dataclass(frozen=True, slots=True)
+class DropTokenEdges(Effect):
+    """Give up both edges, keep the endpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class CloseTokenEdges(Effect):
     """No byte moves any more."""
 
@@ -132,9 +137,10 @@ def write_token_in(edge_id: int, record: Record, ctx: Ctx) -> None:
 
 
 class TokenEdges:
-    """Of one run: idle → bound → open → closed."""
+    """Of one run: idle → bound → open → closed; bound again for a worker that was replaced."""
 
     def __init__(self) -> None:
+        self._bound = False
         self.token_in: int | None = None
         self.token_out: int | None = None
         self.failed = ""
@@ -146,6 +152,7 @@ class TokenEdges:
             case OpenTokenOut():
                 if self.token_out is not None:
                     self.close(ctx)
+                self._bound = True
                 self._opener, self.failed = ctx.sender, ""
                 self.token_out = msg.token_out.edge_id
                 ctx.effect(ListenTokenOut(msg.run, msg.token_out))
@@ -185,9 +192,17 @@ class TokenEdges:
             ctx.effect(PumpEdges())
             ctx.timer(PUMP_TIMER, TOKEN_EDGES_PUMP_MS)
 
+    def drop(self, ctx: Ctx) -> None:
+        """Their stages are gone or take others: nothing that still comes counts."""
+        if self.token_out is not None:
+            self.token_in = self.token_out = None
+            ctx.cancel(PUMP_TIMER)
+            ctx.effect(DropTokenEdges())
+
     def close(self, ctx: Ctx) -> None:
         """The run is over; idempotent."""
-        if self.token_out is not None:
+        if self._bound:
+            self._bound = False
             self.token_in = self.token_out = None
             ctx.cancel(PUMP_TIMER)
             ctx.effect(CloseTokenEdges())
@@ -199,11 +214,13 @@ class TokenEdgeShell:
     def __init__(self, host: Host, gateway: bytes, transport: Transport = EdgeSockets) -> None:
         self._host, self._gateway, self._transport = host, gateway, transport
         self._port: EdgePort | None = None
+        self._candidates: list[str] = []
         host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect))
         host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect))
         host.on_effect(WriteTokenIn, lambda _, effect: self._write(effect))
         host.on_effect(CarriedIn, lambda _, effect: self._carried(effect))
         host.on_effect(PumpEdges, lambda _, __: self._pump())
+        host.on_effect(DropTokenEdges, lambda _, __: self._drop())
         host.on_effect(CloseTokenEdges, lambda _, __: self.close())
         host.node.spawn(EdgeCarrierActor(gateway), address=carrier_address(host.node_key))
 
@@ -211,25 +228,30 @@ class TokenEdgeShell:
         return self._host.loop.now_ms()
 
     def _listen(self, effect: ListenTokenOut) -> None:
-        self.close()
-        self._port = EdgePort(self._host.bus_file.keys, effect.run, self, self._transport)
-        path = self._host.bus_file.run_dir / "edge-gateway.sock"
-        try:
-            candidates = self._port.bind([f"ipc://{path}"])
-        except EdgeSocketError as error:
+        if self._port is None or self._port.run != effect.run:
             self.close()
-            self._host.deliver(self._gateway, TokenOutBound([], str(error)))
-            return
+            self._port = EdgePort(self._host.bus_file.keys, effect.run, self, self._transport)
+            path = self._host.bus_file.run_dir / "edge-gateway.sock"
+            try:
+                self._candidates = self._port.bind([f"ipc://{path}"])
+            except EdgeSocketError as error:
+                self.close()
+                self._host.deliver(self._gateway, TokenOutBound([], str(error)))
+                return
+            self._host.loop.add_fd(self._port.fd, self._pump)
         self._port.accept(effect.edge)
-        self._host.loop.add_fd(self._port.fd, self._pump)
-        self._host.deliver(self._gateway, TokenOutBound(candidates))
+        self._host.deliver(self._gateway, TokenOutBound(self._candidates))
+
+    def _drop(self) -> None:
+        if self._port is not None:
+            self._port.reset()
 
     def _dial(self, effect: DialTokenIn) -> None:
         if self._port is not None:
             self._port.open(effect.edge, self._now_ms())
 
     def _write(self, effect: WriteTokenIn) -> None:
-        if self._port is not None:
+        if self._port is not None and self._port.has(effect.edge_id):
             self._port.write(effect.edge_id, effect.data, self._now_ms())
             self._pump()
 

@@ -20,6 +20,7 @@ from common.messages.provision import (
     CompleteBootstrap,
     NodeExited,
     NodeFailed,
+    NodeProvisionSpec,
     NodesStopped,
     NodeStarted,
     NodeStopped,
@@ -205,7 +206,10 @@ class ProvisionerActor(ServiceActor):
         run, spec = self._run, msg.spec
         known = run.nodes.get(spec.node_id)
         if known is not None and run.nonce == msg.run:
-            self._answer_again(known, ctx)
+            if spec.attempt > (known.successor or known).spec.attempt and self._stopping is None:
+                self._replace(known, WorkerNode(spec, msg.orchestrator, ctx.sender_node), ctx)
+            elif spec.attempt == known.spec.attempt:
+                self._answer_again(known, ctx)
             return
         if not run.prepared or ctx.sender != run.owner:
             refusal = "the provider is not prepared"
@@ -215,17 +219,60 @@ class ProvisionerActor(ServiceActor):
             refusal = f"run {short(run.nonce)} is active, not {short(msg.run)}"
         else:
             run.nonce = msg.run
-            run.nodes[spec.node_id] = WorkerNode(spec, msg.orchestrator)
-            self._emit(event(EventKind.PROVISION_START, spec.run_id, spec.node_id, self.config.provider), ctx)
-            args = {
-                "spec": spec,
-                "run": msg.run,
-                "orchestrator": msg.orchestrator,
-                "orchestrator_node": ctx.sender_node,
-            }
-            ctx.effect(RunJob("mint", f"{run.epoch}/{spec.node_id}", args, pool="start"))
+            self._begin(WorkerNode(spec, msg.orchestrator, ctx.sender_node), ctx)
             return
-        ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=refusal))
+        ctx.reply(_failed(spec, refusal))
+
+    def _begin(self, node: WorkerNode, ctx: Ctx) -> None:
+        run, spec = self._run, node.spec
+        run.nodes[spec.node_id] = node
+        self._emit(event(EventKind.PROVISION_START, spec.run_id, spec.node_id, self.config.provider), ctx)
+        args = {
+            "spec": spec,
+            "run": run.nonce,
+            "orchestrator": node.orchestrator,
+            "orchestrator_node": node.orchestrator_node,
+        }
+        ctx.effect(RunJob("mint", self._key(node), args, pool="start"))
+
+    # --- another attempt ([runtime] on_worker_loss = "restart") ------------------------------------------------
+    def _replace(self, node: WorkerNode, successor: WorkerNode, ctx: Ctx) -> None:
+        """First the old worker goes, whatever state it is in: there are never two of a stage."""
+        node.successor = successor
+        match node.state:
+            case NodeState.LIVE if node.handle is not None:
+                if node.minted is not None:
+                    self._admissions.revoke(node.minted.public_key, ctx)
+                args = {"handle": node.handle, "fast": True}
+                limit_ms = provider_stop_ms(self.config.provider)
+                ctx.effect(RunJob("replace_node", self._key(node), args, limit_ms=limit_ms, pool="stop"))
+            case NodeState.ADMITTING:
+                self._fail(node, "another attempt takes its place", ctx)
+            case NodeState.FAILED | NodeState.STOPPED:
+                self._begin(successor, ctx)
+            case _:
+                pass  # its start is under way and only its end can be waited for
+
+    def _replaced(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
+        spec, successor = node.spec, node.successor
+        if successor is None or node.state is not NodeState.LIVE:
+            return
+        if done.error:
+            # It stays the guard's, which tries once more at the end of the run.
+            node.successor = None
+            ctx.effect(Log("error", f"node {spec.node_id} is not stopped: {done.error}"))
+            error = f"the worker that it replaces could not be stopped: {done.error}"
+            ctx.send(self._run.owner, _failed(successor.spec, error))
+            return
+        self._run.guard.release(spec.node_id)
+        node.state = NodeState.STOPPED
+        if not node.stop_said:
+            node.stop_said = True
+            self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "replaced"), ctx)
+        if self._stopping is None:
+            self._begin(successor, ctx)
+        else:
+            self._pump_stop(ctx)
 
     def _answer_again(self, node: WorkerNode, ctx: Ctx) -> None:
         spec = node.spec
@@ -235,10 +282,9 @@ class ProvisionerActor(ServiceActor):
             case NodeState.LIVE if not self._awaited(node, ctx):
                 self._say_started(node, ctx)
             case NodeState.FAILED:
-                ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=node.error))
+                ctx.reply(_failed(spec, node.error))
             case NodeState.STOPPED:
-                error = "the worker was stopped already"
-                ctx.reply(NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error))
+                ctx.reply(_failed(spec, "the worker was stopped already"))
             case _:
                 pass  # the answer is on its way
 
@@ -291,6 +337,9 @@ class ProvisionerActor(ServiceActor):
         handle: PluginNodeHandle = done.result
         node.handle, node.state = handle, NodeState.LIVE
         self._run.guard.own(node.spec.node_id, handle)
+        if node.successor is not None:
+            self._replace(node, node.successor, ctx)
+            return
         if not self._awaited(node, ctx):
             self._say_started(node, ctx)
         self._pump_stop(ctx)
@@ -335,6 +384,7 @@ class ProvisionerActor(ServiceActor):
             stage_index=node.spec.stage_index,
             handle=node.handle.id,
             node_key=node.minted.public_key,
+            attempt=node.spec.attempt,
         )
         ctx.send(self._run.owner, started)
 
@@ -348,7 +398,10 @@ class ProvisionerActor(ServiceActor):
         if node.minted is not None:
             self._admissions.revoke(node.minted.public_key, ctx)
             ctx.effect(RunJob("discard", self._key(node), {"minted": node.minted}, pool="stop"))
-        ctx.send(self._run.owner, NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error))
+        if node.successor is not None and self._stopping is None:
+            self._begin(node.successor, ctx)
+            return
+        ctx.send(self._run.owner, _failed(spec, error))
         self._pump_stop(ctx)
 
     # --- complete_bootstrap -----------------------------------------------------------------------------------
@@ -477,7 +530,7 @@ class ProvisionerActor(ServiceActor):
         if node.ended is not None:
             return
         node.ended = item
-        if node.state is NodeState.LIVE and self._stopping is None:
+        if node.state is NodeState.LIVE and self._stopping is None and node.successor is None:
             # The handle stays the guard's: stop_node cleans up after a dead worker, too.
             if node.minted is not None:
                 self._admissions.revoke(node.minted.public_key, ctx)
@@ -491,6 +544,7 @@ class ProvisionerActor(ServiceActor):
             status=node.ended.status if isinstance(node.ended, Exited) else None,
             reason=reason or (node.ended.reason if node.ended is not None else ""),
             stderr_tail=list(node.tail),
+            attempt=node.spec.attempt,
         )
         ctx.send(self._run.owner, exited)
 
@@ -520,6 +574,8 @@ class ProvisionerActor(ServiceActor):
                 self._minted(node, done, ctx)
             case "start_node" if node is not None and node.state is NodeState.STARTING:
                 self._started(node, done, ctx)
+            case "replace_node" if node is not None:
+                self._replaced(node, done, ctx)
             case "stop_node" if node is not None:
                 self._node_stopped(node, done, ctx)
             case _ if done.error:
@@ -534,3 +590,7 @@ class ProvisionerActor(ServiceActor):
         assert live == {node_id for node_id, _ in run.guard.handles}, (live, run.guard.handles)
         assert self._stopping is not None or run.guard.stopping is None
         assert all(node.minted is not None for node in run.nodes.values() if node.state is NodeState.LIVE)
+
+
+def _failed(spec: NodeProvisionSpec, error: str) -> NodeFailed:
+    return NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error, attempt=spec.attempt)

@@ -49,6 +49,10 @@ class ProvisionedClusterGuard:
             self.first_error = f"node {node_id}: {error}"
         return node_id
 
+    def release(self, node_id: int) -> None:
+        """This worker was stopped to be replaced; no stop of all runs."""
+        self.handles = [item for item in self.handles if item[0] != node_id]
+
     @property
     def empty(self) -> bool:
         """Nothing is left to stop."""

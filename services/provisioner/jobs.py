@@ -95,6 +95,7 @@ class ProvisionerJobs:
             "start_node": self.start_node,
             "complete_bootstrap": self.complete_bootstrap,
             "stop_node": self.stop_node,
+            "replace_node": self.stop_node,
             "hurry": self.hurry,
             "discard": self.discard,
             "cancel": self.cancel,

@@ -54,6 +54,7 @@ class WorkerNode:
 
     spec: NodeProvisionSpec
     orchestrator: bytes
+    orchestrator_node: bytes
     state: NodeState = NodeState.MINTING
     minted: Minted | None = None
     handle: PluginNodeHandle | None = None
@@ -61,6 +62,8 @@ class WorkerNode:
     error: str = ""
     live_said: bool = False
     came: bool = False
+    successor: WorkerNode | None = None
+    """The next attempt at this node, which begins when this worker is stopped."""
     stop_said: bool = False
     exit_said: bool = False
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_TAIL_LINES))

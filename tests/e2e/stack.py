@@ -199,6 +199,7 @@ class Stack:
         run_dir: Path | None = None,
         text: str | None = None,
         archive: Path | None = None,
+        runtime: str = "",
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="smq-e2e-", dir="/tmp"))
         self.run_dir = run_dir or self.home / "run"
@@ -206,7 +207,7 @@ class Stack:
         self.config_file = self.home / "orchestrator.toml"
         self.state = self.home / "state"
         if text is None:
-            text = _config(model or model_file(), rpc_addr, self.archive.path, self.run_dir) + config
+            text = _config(model or model_file(), rpc_addr, self.archive.path, self.run_dir, runtime) + config
         self.config_file.write_text(text)
         self._args = args
         self.environ = {name: value for name, value in os.environ.items() if name in LAUNCHER_ENVIRONMENT}
@@ -371,10 +372,11 @@ def model_file() -> Path:
     return default_model_path()
 
 
-def _config(model: Path, rpc_addr: str, archive: Path, run_dir: Path) -> str:
+def _config(model: Path, rpc_addr: str, archive: Path, run_dir: Path, runtime: str) -> str:
     return f"""\
 [runtime]
 run_dir = {json.dumps(str(run_dir))}
+{runtime}
 [provider]
 kind = "process"
 [model]

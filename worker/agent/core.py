@@ -286,6 +286,9 @@ class NodeAgentActor(Actor):
             case stage.EstablishOutboundEdge():
                 self.edges.outbound = command.edge
                 self._establish(command.edge, MarkOutboundEdgeReady(edge_id=command.edge_id), ctx)
+            case stage.RenewEdges():
+                assert self.core.provision is not None
+                self.edges.renew(command.inbound, command.outbound, self.core.provision, ctx)
             case stage.StopLocalEdges():
                 self.desk.fail_all("the run is being stopped", ctx, engine_gone=not self.engine_running)
                 if self.edges.is_open and self.engine_running:
@@ -305,16 +308,18 @@ class NodeAgentActor(Actor):
 
     def _lifecycle(self, event: stage.Lifecycle, ctx: Ctx) -> None:
         run_id, node_id, stage_index = self.identity.run_id, self.identity.node_id, self.identity.stage_index
+        generation = self.core.provision.generation if self.core.provision else 0
         match event:
             case stage.WeightsReady():
                 self._report(ObserveWeightsReady(run_id=run_id, node_id=node_id, stage_index=stage_index), ctx)
             case stage.StageReady():
                 self._record(ctx, STAGE, "stage", "ready", {})
-                self._report(ObserveStageReady(run_id=run_id, stage_index=stage_index), ctx)
+                self._report(ObserveStageReady(run_id=run_id, stage_index=stage_index, generation=generation), ctx)
             case stage.StageFault():
                 reason = f"{event.reason}: {event.detail}" if event.detail else str(event.reason)
                 self._record(ctx, STAGE, "stage", "failed", {"error": reason})
-                self._report(ObserveStageFault(run_id=run_id, stage_index=stage_index, reason=reason), ctx)
+                fault = ObserveStageFault(run_id=run_id, stage_index=stage_index, reason=reason, generation=generation)
+                self._report(fault, ctx)
                 error = event.detail or f"the stage faulted: {event.reason}"
                 self.desk.fail_all(error, ctx, engine_gone=not self.engine_running)
             case stage.StageStopped():
@@ -412,6 +417,8 @@ class NodeAgentActor(Actor):
     def _edges_said(self, msg: Message, ctx: Ctx) -> None:
         """What the engine says of its edges (S1 6.5, 6.10)."""
         match msg:
+            case wire.EdgeReady() | wire.StageFaulted() if msg.generation != self.edges.generation:
+                pass  # of edges that were renewed meanwhile
             case wire.EdgeReady():
                 inbound = self.edges.inbound is not None and msg.edge_id == self.edges.inbound.edge_id
                 self._record(ctx, STAGE, "edge", "ready", {"edge_id": msg.edge_id, "path": msg.path})

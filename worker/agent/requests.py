@@ -90,11 +90,12 @@ class RequestDesk:
         """Start a generation. refusal: why the stage cannot take one, or empty."""
         if self.active and self.active.request_id == msg.request_id:
             return  # a repeat: its one terminal is on its way, a Fault would be a second
+        is_lost = bool(refusal)
         if not refusal and self.active:
             refusal = f"busy: request {self.active.request_id} is still being answered"
         if refusal:
             self.record(ctx, "infer", "refused", {"request_id": msg.request_id, "error": refusal})
-            ctx.send(msg.reply_to, Fault(request_id=msg.request_id, error=refusal))
+            ctx.send(msg.reply_to, Fault(request_id=msg.request_id, error=refusal, lost=is_lost))
             return
         self.active = _Generation(msg.request_id, msg.reply_to)
         self.record(ctx, "infer", "started", {"request_id": msg.request_id, "max_tokens": msg.max_tokens})
@@ -111,10 +112,11 @@ class RequestDesk:
 
     def tokenize(self, msg: EncodePrompt | DecodeTokens, refusal: str, ctx: Ctx) -> None:
         """Start a tokenizer job; jobs are answered in order."""
+        is_lost = bool(refusal)
         if not refusal and len(self.tokenizer) >= TOKENIZER_JOBS_MAX:
             refusal = f"busy: {len(self.tokenizer)} tokenizer requests are under way"
         if refusal:
-            ctx.send(msg.reply_to, TokenizerFault(request_id=msg.request_id, error=refusal))
+            ctx.send(msg.reply_to, TokenizerFault(request_id=msg.request_id, error=refusal, lost=is_lost))
             return
         self.tokenizer.append(_TokenizerJob(msg.request_id, msg.reply_to))
         job: Message
@@ -217,11 +219,12 @@ class RequestDesk:
             ctx.send(dst, message)
 
     def fail_all(self, error: str, ctx: Ctx, *, engine_gone: bool) -> None:
-        """Settle everything at once. engine_gone False: the generation is also cancelled, and awaited as such."""
+        """Settle everything at once. engine_gone False: the generation is also cancelled, and awaited as such.
+        The worker is to blame, not the requests."""
         if running := self.active:
             if not running.is_cancelled:
                 self.record(ctx, "infer", "failed", {"request_id": running.request_id, "error": error})
-                ctx.send(running.reply_to, Fault(request_id=running.request_id, error=error))
+                ctx.send(running.reply_to, Fault(request_id=running.request_id, error=error, lost=True))
                 running.is_cancelled = True
                 if not engine_gone:
                     ctx.effect(EngineSend(Cancel(request_id=running.request_id)))
@@ -229,7 +232,7 @@ class RequestDesk:
                 self.active = None
         while self.tokenizer:
             job = self.tokenizer.popleft()
-            ctx.send(job.reply_to, TokenizerFault(request_id=job.request_id, error=error))
+            ctx.send(job.reply_to, TokenizerFault(request_id=job.request_id, error=error, lost=True))
         if engine_gone:
             for request_id, waiting in self.cancellers.items():
                 for sender in waiting:

@@ -26,28 +26,51 @@ class StageEdges:
     inbound: StageInboundEdgeWire | None = None
     outbound: StageOutboundEdgeWire | None = None
     is_open: bool = False
+    generation: int = 0
     _beginners: dict[int, bytes] = field(default_factory=dict)
 
     def open(self, provision: StageProvisionWire, ctx: Ctx) -> None:
         """Both edges at once, as soon as the second one is known."""
         if self.inbound is None or self.outbound is None or self.is_open:
             return
-        self.is_open = True
+        self._order(self.inbound, self.outbound, provision, ctx)
+
+    def renew(
+        self,
+        inbound: StageInboundEdgeWire,
+        outbound: StageOutboundEdgeWire,
+        provision: StageProvisionWire,
+        ctx: Ctx,
+    ) -> None:
+        """These in place of those that are open; nobody waits for a sequence of theirs any more."""
+        self.inbound, self.outbound = inbound, outbound
+        self._beginners.clear()
+        self._order(inbound, outbound, provision, ctx)
+
+    def _order(
+        self,
+        inbound: StageInboundEdgeWire,
+        outbound: StageOutboundEdgeWire,
+        provision: StageProvisionWire,
+        ctx: Ctx,
+    ) -> None:
+        self.is_open, self.generation = True, provision.generation
         order = wire.OpenEdges(
             orchestrator=provision.authorized_orchestrator,
             run_id=provision.run_id,
             node_id=provision.node_id,
             stage_index=provision.stage_index,
             stage_count=provision.stage_count,
-            inbound=self.inbound,
-            outbound=self.outbound,
+            inbound=inbound,
+            outbound=outbound,
+            generation=provision.generation,
         )
         ctx.effect(EngineSend(order))
 
     def begin(self, msg: BeginSequence, refusal: str, ctx: Ctx) -> None:
         """A prompt is about to come; refusal: why this stage cannot take it, or empty."""
         if refusal:
-            ctx.send(msg.reply_to, TokenizerFault(request_id=msg.request_id, error=refusal))
+            ctx.send(msg.reply_to, TokenizerFault(request_id=msg.request_id, error=refusal, lost=True))
             return
         self._beginners = {msg.request_id: msg.reply_to}
         order = wire.EngineBegin(

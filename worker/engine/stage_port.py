@@ -78,23 +78,25 @@ class StagePort:
         self._main_reads = False
         """The main thread watches the edges' descriptor, the port thread does not."""
         self._closed = False
+        self._generation = 0
+        """Of the edges that are open; what the main thread still has for earlier ones is dropped."""
         self._beats_ms = 0
         self.alive: Callable[[], None] = lambda: None
         """Bumps the progress page: called while the main thread waits for work, so that idle differs from frozen."""
 
     # --- main thread ------------------------------------------------------------------------------------------
-    def write(self, edge_id: int, record: Record) -> None:
+    def write(self, generation: int, edge_id: int, record: Record) -> None:
         """Append a record to the outbound edge."""
         data = encode_record(record)
         with self._lock:
-            if self._edges is not None and not self._closed:
+            if self._edges is not None and generation == self._generation and not self._closed:
                 self._edges.write(edge_id, data, self._now_ms())
         self._touched()
 
-    def consumed(self, edge_id: int, end_offset: int) -> None:
+    def consumed(self, generation: int, edge_id: int, end_offset: int) -> None:
         """An inbound record is no longer in use."""
         with self._lock:
-            if self._edges is not None and not self._closed:
+            if self._edges is not None and generation == self._generation and not self._closed:
                 self._edges.consumed(edge_id, end_offset)
         self._touched()
 
@@ -191,11 +193,18 @@ class StagePort:
 
     def _open(self, message: OpenEdges) -> None:
         if self._edges is None:
-            self._tell(StageFaulted(reason="EdgeFault", detail="this engine has no edge endpoint"))
+            detail = "this engine has no edge endpoint"
+            self._tell(StageFaulted(reason="EdgeFault", detail=detail, generation=message.generation))
             return
-        # First the main thread's table, so that it knows the edges before it hears of them.
-        self._mailbox.put(message)
+        if self._opened and self._begun is not None:
+            # The step that runs for the edges before is cut short.
+            self._mailbox.cancel(self._begun)
+            self._begun = None
         with self._lock:
+            self._edges.reset()
+            self._generation = message.generation
+            # First the main thread's table, so that it knows the edges before it hears of them.
+            self._mailbox.put(message)
             self._opened = True
             self._edges.accept(message.inbound)
             self._edges.open(message.outbound, self._now_ms())
@@ -222,11 +231,11 @@ class StagePort:
     def edge_ready(self, edge_id: int, path: str) -> None:
         """The agent's half and the engine's half of the stage table both want to know."""
         self._mailbox.put(EdgeOpened(edge_id))
-        self._tell(EdgeReady(edge_id=edge_id, path=path))
+        self._tell(EdgeReady(edge_id=edge_id, path=path, generation=self._generation))
 
     def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
         """Nothing more can come in or go out in order."""
-        self._tell(StageFaulted(reason=reason, detail=detail))
+        self._tell(StageFaulted(reason=reason, detail=detail, generation=self._generation))
 
     def edge_carry(self, peer: bytes, message: Message) -> None:
         """Over the bus, by the agent."""

@@ -65,6 +65,7 @@ class StageRole:
         self._mailbox, self._port, self._page, self._send, self._sampling = mailbox, port, page, send, sampling
         self._edges: OpenEdges | None = None
         self._controller: stage.StageController | None = None
+        self._engine: Engine | None = None
         self._steps: StageSteps | None = None
         self.handlers: dict[type, Callable[[Any], None]] = {
             OpenEdges: self._open,
@@ -77,6 +78,8 @@ class StageRole:
 
     # --- readiness --------------------------------------------------------------------------------------------
     def _open(self, message: OpenEdges) -> None:
+        if self._steps is not None and self._steps.request_id is not None:
+            self._mailbox.forget(self._steps.request_id)  # the port gave it up with the edges before
         self._edges = message
         orchestrator = message.orchestrator.ljust(KEY_BYTES, b"\0")
         controller = self._controller = stage.StageController(orchestrator, message.node_id)
@@ -97,11 +100,14 @@ class StageRole:
         )
         controller.handle(ProvisionStage(provision=wire))
         controller.handle(MarkWorkerReady())
+        if self._engine is not None:
+            self.loaded(self._engine)
 
     def loaded(self, engine: Engine) -> None:
-        """The weights are here."""
+        """The weights are here: the step table begins with the first object of its edges."""
         from worker.engine.stage_steps import StageShape, StageSteps
 
+        self._engine = engine
         edges = self._edges
         if edges is None or self._controller is None:
             return
@@ -132,7 +138,11 @@ class StageRole:
 
     def dropped(self) -> None:
         """The weights are gone."""
-        self._steps = None
+        self._engine = self._steps = None
+
+    @property
+    def _generation(self) -> int:
+        return self._edges.generation if self._edges else 0
 
     def _opened(self, event: EdgeOpened) -> None:
         if self._controller is None or self._edges is None:
@@ -177,28 +187,29 @@ class StageRole:
             if isinstance(output, stage.ExecuteStep):
                 self._execute(output, record, controller)
             elif isinstance(output, stage.StageFault):
-                self._send(StageFaulted(reason=output.reason, detail=output.detail))
+                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
         controller.check()
 
     def _execute(self, step: stage.ExecuteStep, record: Record, controller: stage.StageController) -> None:
         from worker.engine.stage_steps import StepError
 
         assert self._steps is not None
+        generation = self._generation
         self._page.enter(Phase.PREFILL_OR_DECODE)
         if self._steps.rows(record) > 1:
             self._port.leave_to_port()
         fact: Message = StepCompleted(step_id=step.step_id)
         try:
             for out in self._steps.run(record, self._mailbox.is_cancelled, self._page.bump):
-                self._port.write(step.output_edge_ids[0], out)
+                self._port.write(generation, step.output_edge_ids[0], out)
         except StepError as error:
             detail = f"{error} (object {record.object_id}, sequence {record.sequence})"
             fact = StageFailed(reason=error.reason, detail=detail)
         for output in controller.handle(fact):
             if isinstance(output, stage.ReleaseInputHandle):
-                self._port.consumed(step.input_edge_id, record.end_offset)
+                self._port.consumed(generation, step.input_edge_id, record.end_offset)
             elif isinstance(output, stage.StageFault):
-                self._send(StageFaulted(reason=output.reason, detail=output.detail))
+                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
         self._page.enter(Phase.IDLE)
 
     # --- the end ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from common.actors import Ctx
 from common.codec import Message
 from common.messages.prompt import PromptEvent
+from common.messages.serve import OpenPromptRpc
 from services.prompt_gateway.queue import PromptWork
 
 
@@ -35,6 +36,16 @@ class PromptRuntime(Protocol):
 
     def cancelled(self, src: bytes, work: PromptWork) -> bool:
         """`src` confirmed the cancel; True when no actor works on the prompt any more."""
+
+    def rebind(self, run: OpenPromptRpc) -> None:
+        """The run serves with other actors from now on, whose edges begin anew; `replay` or `forget` follows."""
+
+    def replay(self, work: PromptWork, ctx: Ctx) -> int:
+        """Go on with the active prompt, whose prompt_id is a new one, as if nothing had happened: what the client has
+        already comes no second time. Returns how many tokens of the answer were there."""
+
+    def forget(self) -> None:
+        """The active prompt had its end while nobody worked on it."""
 
     def is_work(self, message: Message) -> bool:
         """Whether a message that could not be delivered carried a prompt's work, so that the prompt is broken."""

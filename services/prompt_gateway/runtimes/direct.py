@@ -17,18 +17,28 @@ EVENT_NAMES: dict[type, str] = {TextDelta: "text_delta", Done: "done", Fault: "f
 
 
 class DirectPromptRuntime:
-    """Stateless beyond its addresses: the engine holds the prompt's state."""
+    """The engine holds the prompt's state. A replay asks for the whole answer again: the client gets what goes beyond
+    the text that it has, and a fault where the new text is another one."""
 
     def __init__(self, run: OpenPromptRpc, reply_to: bytes, records: Records) -> None:
         self._agent = run.decode_actor
         self._reply_to = reply_to
         self._records = records
+        self._said: list[str] = []
+        self._tokens = 0
+        """Of the active prompt, passed on."""
+        self._repeat, self._repeat_tokens = "", 0
+        """What a replay has to say once more before anything is new."""
 
     def _addresses(self) -> dict[str, Any]:
         return {"node_actor": short(self._agent), "reply_to": short(self._reply_to)}
 
     def start(self, work: PromptWork, ctx: Ctx) -> None:
         """One InferPrompt; the bus tells later if it could not be delivered."""
+        self._said, self._tokens, self._repeat, self._repeat_tokens = [], 0, "", 0
+        self._infer(work, ctx)
+
+    def _infer(self, work: PromptWork, ctx: Ctx) -> None:
         self._records.emit(ctx, "node_prompt_send", "started", work, self._addresses())
         request = work.request
         ctx.send(
@@ -40,7 +50,7 @@ class DirectPromptRuntime:
                 reply_to=self._reply_to,
                 messages=request.chat(),
                 raw=bool(request.raw),
-                sampling=request.sampler(),
+                sampling=work.sampling,
                 stop=request.stop or [],
             ),
         )
@@ -56,7 +66,36 @@ class DirectPromptRuntime:
             self._records.dropped(ctx, msg.request_id, reason, name, work)
             return []
         self._records.emit(ctx, "node_prompt_event", "observed", work, {"event": name, **_facts(msg)})
-        return [msg]
+        return self._beyond(msg, ctx) if isinstance(msg, TextDelta) else [msg]
+
+    def _beyond(self, delta: TextDelta, ctx: Ctx) -> list[PromptEvent]:
+        """The part of a delta that the client does not have yet."""
+        known = min(len(self._repeat), len(delta.text))
+        if delta.text[:known] != self._repeat[:known]:
+            ctx.send(self._agent, CancelRequest(request_id=delta.request_id))
+            error = "the worker was replaced, and the new one gives another answer than the one that was begun"
+            return [Fault(request_id=delta.request_id, error=error)]
+        known_tokens = min(self._repeat_tokens, delta.tokens)
+        text, tokens = delta.text[known:], delta.tokens - known_tokens
+        self._repeat, self._repeat_tokens = self._repeat[known:], self._repeat_tokens - known_tokens
+        if not text and not tokens:
+            return []
+        self._said.append(text)
+        self._tokens += tokens
+        return [TextDelta(request_id=delta.request_id, text=text, tokens=tokens)]
+
+    def rebind(self, run: OpenPromptRpc) -> None:
+        """Another worker."""
+        self._agent = run.decode_actor
+
+    def replay(self, work: PromptWork, ctx: Ctx) -> int:
+        """The same request: greedy, or with the seed that it has, the same answer."""
+        self._repeat, self._repeat_tokens = "".join(self._said), self._tokens
+        self._infer(work, ctx)
+        return self._tokens
+
+    def forget(self) -> None:
+        """Nothing to forget: the new worker knows nothing of it."""
 
     def cancel(self, work: PromptWork, ctx: Ctx) -> None:
         """Answered by RequestCancelled, before or after a terminal event of the race."""

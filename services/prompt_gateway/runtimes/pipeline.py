@@ -4,11 +4,14 @@ encode on the first stage → every stage is told of the sequence → one token-
 token-out: sequence, EOS, cap and context are checked, the token is fed back at once, then decoded on the last stage.
 Decodes are pipelined and emitted in order; Done waits for the last. Sequences count over prompts and never restart:
 what an earlier prompt left behind is told by its object id, advances the sequence and is dropped.
+
+After a worker was replaced the edges are new ones, and the active prompt is replayed: prompt and answer so far go in at
+once, record by record as the first time, so that caches and sampler are what they were; the tokens and texts that come
+back for what was there already are checked and dropped.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -63,33 +66,51 @@ class ActivePipelinePrompt:
     first_object: int = 0
     waiting: set[bytes] = field(default_factory=set)
     """Stages that have not confirmed: the begin, or the cancel."""
-    generated: int = 0
+    answer: list[int] = field(default_factory=list)
     finish: str = ""
-    pending_decode: int = 0
-    to_decode: deque[tuple[list[int], bool]] = field(default_factory=deque)
+    pieces: list[list[int]] = field(default_factory=list)
+    """What is to be decoded, one entry an answer of the decoder; the last one may be empty: its end."""
+    asked: int = 0
+    answered: int = 0
+    """Pieces that this decoder was asked for, and has answered."""
+    emitted: int = 0
+    """Pieces whose text is out; more than `answered` after a replay."""
     text: list[str] = field(default_factory=list)
     flushed: bool = False
     """The decoder was told that it is over."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer."""
+        return len(self.answer)
 
 
 class PipelinePromptRuntime:
     """Sequences live as long as the run; everything else is the active prompt's."""
 
     def __init__(self, run: OpenPromptRpc, reply_to: bytes, records: Records) -> None:
+        self._reply_to, self._records = reply_to, records
+        self._active: ActivePipelinePrompt | None = None
+        self.rebind(run)
+
+    def rebind(self, run: OpenPromptRpc) -> None:
+        """New edges: their sequences begin with 0."""
         self._stages = tuple(run.stage_actors)
         self._encode_actor, self._decode_actor = run.encode_actor, run.decode_actor
         self._max_context = run.max_context
         self._token_in, self._token_out = 1, len(run.stage_actors) + 1
-        self._reply_to, self._records = reply_to, records
         self._next_in = 0
         self._expected_out = 0
-        self._active: ActivePipelinePrompt | None = None
 
     # --- start ------------------------------------------------------------------------------------------------
     def start(self, work: PromptWork, ctx: Ctx) -> None:
         """Ask for the prompt's tokens."""
         request = work.request
         self._active = ActivePipelinePrompt(work, ctx.now_ms, StopTracker(work.max_tokens, request.stop or []))
+        self._encode(work, ctx)
+
+    def _encode(self, work: PromptWork, ctx: Ctx) -> None:
+        request = work.request
         detail = {"node_actor": short(self._encode_actor), "reply_to": short(self._reply_to)}
         self._records.emit(ctx, "pipeline_tokenizer_encode", "started", work, detail)
         encode = EncodePrompt(
@@ -112,18 +133,22 @@ class PipelinePromptRuntime:
                 "and needs room for an answer"
             )
             return self._fault(active, error, ctx)
-        active.prompt, active.state = tokens, State.BEGINNING
+        active.prompt = tokens
+        self._begin(active, ctx)
+        return []
+
+    def _begin(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
+        active.state = State.BEGINNING
         active.first_object, active.waiting = self._next_in, set(self._stages)
         for stage in self._stages:
             begin = BeginSequence(
                 request_id=active.work.prompt_id,
                 first_object_id=active.first_object,
                 reply_to=self._reply_to,
-                sampling=active.work.request.sampler(),
-                recent=tokens[-RECENT_TOKENS:],
+                sampling=active.work.sampling,
+                recent=active.prompt[-RECENT_TOKENS:],
             )
             ctx.send(stage, begin)
-        return []
 
     def _begun(self, active: ActivePipelinePrompt, msg: SequenceBegun, ctx: Ctx) -> list[PromptEvent]:
         if msg.stage_index < len(self._stages):
@@ -132,6 +157,8 @@ class PipelinePromptRuntime:
             return []
         active.state = State.GENERATING
         self._inject(active, active.prompt, ctx, begin=True)
+        for token in active.answer:
+            self._inject(active, [token], ctx, begin=False)
         return []
 
     def _inject(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx, *, begin: bool) -> None:
@@ -160,7 +187,7 @@ class PipelinePromptRuntime:
                 return self._encoded(active, msg.tokens, ctx)
             case SequenceBegun() if active.state is State.BEGINNING:
                 return self._begun(active, msg, ctx)
-            case TokensDecoded() if active.pending_decode:
+            case TokensDecoded() if active.answered < active.asked:
                 return self._decoded(active, msg.text, ctx)
             case _:
                 self._drop(msg, work, ctx)
@@ -184,7 +211,8 @@ class PipelinePromptRuntime:
         wanted = active is not None and active.state is State.GENERATING and record.sequence >= active.first_object
         if active is None or not wanted:
             return []
-        if record.sequence + 1 != self._next_in:
+        at = record.sequence - active.first_object
+        if record.sequence >= self._next_in or at > active.generated:
             raise ServingBroken(f"invalid token-out record: sequence {record.sequence} was not injected yet")
         if not record.payload:
             return self._fault(active, f"the pipeline gave up object {record.object_id}", ctx)
@@ -197,11 +225,13 @@ class PipelinePromptRuntime:
             "generated_index": active.generated + (not record.end),
         }
         self._records.emit(ctx, "pipeline_token_out", "observed", active.work, detail)
+        if at < active.generated:
+            return self._repeated(active, at, token, ctx)
         if record.end:
             self._end(active, "stop")
-            self._decode(active, [], ctx, last=True)
+            self._decode(active, [], ctx)
             return []
-        active.generated += 1
+        active.answer.append(token)
         cap = active.work.max_tokens
         if cap and active.generated >= cap:
             self._end(active, "length")
@@ -209,29 +239,43 @@ class PipelinePromptRuntime:
             self._end(active, "context")
         else:
             self._inject(active, [token], ctx, begin=False)
-        self._decode(active, [token], ctx, last=bool(active.finish))
+        self._decode(active, [token], ctx)
+        return []
+
+    def _repeated(self, active: ActivePipelinePrompt, at: int, token: int, ctx: Ctx) -> list[PromptEvent]:
+        """A token of a replay: the stages went on from the one that the client has, whatever they would say now."""
+        if token != active.answer[at]:
+            error = (
+                f"a worker was replaced, and the pipeline now gives token {token} as number {at + 1} of the answer, "
+                f"it was {active.answer[at]}"
+            )
+            return self._fault(active, error, ctx)
         return []
 
     def _end(self, active: ActivePipelinePrompt, finish: str) -> None:
         active.state, active.finish = State.ENDING, finish
 
     # --- decoding ---------------------------------------------------------------------------------------------
-    def _decode(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx, *, last: bool) -> None:
-        active.to_decode.append((tokens, last))
+    def _decode(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx) -> None:
+        active.pieces.append(tokens)
         self._send_decodes(active, ctx)
 
     def _send_decodes(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
-        while active.to_decode and active.pending_decode < DECODE_WINDOW_MESSAGES:
-            tokens, last = active.to_decode.popleft()
-            active.pending_decode += 1
+        while active.asked < len(active.pieces) and active.asked - active.answered < DECODE_WINDOW_MESSAGES:
+            tokens = active.pieces[active.asked]
+            active.asked += 1
+            last = bool(active.finish) and active.asked == len(active.pieces)
             active.flushed |= last
             decode = DecodeTokens(request_id=active.work.prompt_id, tokens=tokens, reply_to=self._reply_to, last=last)
             ctx.send(self._decode_actor, decode)
 
     def _decoded(self, active: ActivePipelinePrompt, text: str, ctx: Ctx) -> list[PromptEvent]:
-        active.pending_decode -= 1
+        active.answered += 1
         self._send_decodes(active, ctx)
-        is_last = active.state is State.ENDING and not active.pending_decode
+        if active.answered <= active.emitted:
+            return []
+        active.emitted += 1
+        is_last = active.state is State.ENDING and active.answered == len(active.pieces)
         if is_last and active.finish == "stop":
             # The answer to the decoder's end: EOS itself has no token and no text.
             return self._finish(active, text + active.tracker.flush(), 0, "stop", ctx)
@@ -298,6 +342,24 @@ class PipelinePromptRuntime:
             return False
         self._active = None
         return True
+
+    # --- worker loss ------------------------------------------------------------------------------------------
+    def replay(self, work: PromptWork, ctx: Ctx) -> int:
+        """From where the prompt stood: its tokens are known or asked for once more, as are all texts."""
+        active = self._active
+        assert active is not None and active.work is work
+        active.asked = active.answered = 0
+        active.flushed = False
+        if active.state is State.ENCODING:
+            self._encode(work, ctx)
+        elif active.state is not State.ENDING:
+            self._begin(active, ctx)
+        self._send_decodes(active, ctx)
+        return active.generated
+
+    def forget(self) -> None:
+        """The new edges carry nothing of it."""
+        self._active = None
 
     def is_work(self, message: Message) -> bool:
         """What a prompt cannot do without."""

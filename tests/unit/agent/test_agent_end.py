@@ -113,7 +113,7 @@ def test_a_dead_engine_is_one_stage_fault_one_request_fault_and_exit_1(how: str)
             ORCHESTRATOR,
             ObserveStageFault(run_id=RUN, stage_index=STAGE, reason="WorkerCrashed: the engine was killed by SIGKILL"),
         ),
-        (GATEWAY_INBOX, Fault(request_id=5, error="the engine was killed by SIGKILL")),
+        (GATEWAY_INBOX, Fault(request_id=5, error="the engine was killed by SIGKILL", lost=True)),
     ]
     agent.advance(499)
     assert exits(agent) == []
@@ -217,7 +217,7 @@ def test_a_silent_engine_is_found_while_answering_but_not_while_idle() -> None:
     agent.advance(STAGE_SILENCE_MS + 500)
     assert KillEngine() in agent.effects()
     assert agent.sent_to(GATEWAY_INBOX) == [
-        Fault(request_id=5, error="the engine made no progress for 120 s in phase starting")
+        Fault(request_id=5, error="the engine made no progress for 120 s in phase starting", lost=True)
     ]
 
 
@@ -251,7 +251,7 @@ def test_whoever_started_the_worker_can_stop_it_with_status_0(event: object) -> 
     agent.quiet()
     agent.tell(event)
     assert agent.told() == [Cancel(request_id=5), Shutdown()]
-    assert agent.sent() == [(GATEWAY_INBOX, Fault(request_id=5, error="the worker is shutting down"))]
+    assert agent.sent() == [(GATEWAY_INBOX, Fault(request_id=5, error="the worker is shutting down", lost=True))]
     agent.tell(prompt(6))
     agent.sent()
     agent.tell(EngineExited("the engine exited with status 0", 0))

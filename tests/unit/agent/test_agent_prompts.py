@@ -89,7 +89,7 @@ def test_a_prompt_before_readiness_after_a_fault_and_of_a_pipeline_stage_is_refu
     agent.quiet()
     agent.tell(prompt(5))
     assert agent.sent() == [
-        (GATEWAY_INBOX, Fault(request_id=5, error="the worker is not ready: its stage is unprovisioned"))
+        (GATEWAY_INBOX, Fault(request_id=5, error="the worker is not ready: its stage is unprovisioned", lost=True))
     ]
     agent.tell(provision())
     agent.tell(prompt(6))
@@ -256,8 +256,8 @@ def test_a_fault_of_the_stage_is_the_one_fault_of_every_request() -> None:
     agent.told()
     agent.tell(provision(layer_start=4))
     assert agent.sent_to(GATEWAY_INBOX) == [
-        Fault(request_id=5, error="the stage already has another provision"),
-        TokenizerFault(request_id=6, error="the stage already has another provision"),
+        Fault(request_id=5, error="the stage already has another provision", lost=True),
+        TokenizerFault(request_id=6, error="the stage already has another provision", lost=True),
     ]
     assert agent.told() == [Cancel(request_id=5)]
     agent.engine(Cancelled(request_id=5), EngineEncoded(request_id=6, tokens=[]))
@@ -269,7 +269,7 @@ def test_a_stop_of_the_run_faults_the_active_request() -> None:
     agent = ready_agent()
     agent.tell(prompt(5))
     agent.tell(StopRun(run_id=RUN))
-    assert agent.sent_to(GATEWAY_INBOX) == [Fault(request_id=5, error="the run is being stopped")]
+    assert agent.sent_to(GATEWAY_INBOX) == [Fault(request_id=5, error="the run is being stopped", lost=True)]
     agent.tell(prompt(6))
     ((_, fault),) = agent.sent()
     assert isinstance(fault, Fault) and "stopping" in fault.error

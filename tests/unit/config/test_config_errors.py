@@ -312,6 +312,11 @@ def test_schema(world: World, toml: str, sentence: str) -> None:
             "c.toml: [model].cached_path and [model].gguf_repo name two models: remove one of them",
         ),
         (
+            CACHED + '[provider]\nkind = "external"\n[runtime]\non_worker_loss = "restart"',
+            'c.toml: [runtime].on_worker_loss = "restart" is not supported by provider external, whose workers are '
+            "started by hand: remove the key",
+        ),
+        (
             CACHED + 'gguf_local_path = "other.gguf"',
             'c.toml: [model].gguf_local_path = "other.gguf" and [model].cached_path name two models: '
             "remove one of them",

@@ -19,7 +19,7 @@ from common.messages.node_agent import (
 )
 from common.messages.orchestrator import EndpointWire
 from common.messages.prompt import PromptEncoded, RequestCancelled, TokensDecoded
-from common.messages.serve import OpenPromptRpc, OpenTokenIn, OpenTokenOut
+from common.messages.serve import HoldServing, OpenPromptRpc, OpenTokenIn, OpenTokenOut, RestoreServing
 from services.prompt_gateway.token_edges import EdgeUp, ListenTokenOut, TokenOutBound, TokenRecord, WriteTokenIn
 from tests.unit.prompt_gateway.rig import ORCHESTRATOR, WORKER_NODE, Rig
 
@@ -139,8 +139,25 @@ class PipelineRig(Rig):
     def fed_back(self) -> list[int]:
         return [token for record in self.injected if not record.begin for token in decode_tokens(record.payload)]
 
+    # --- a worker is replaced ---------------------------------------------------------------------------------
+    def hold(self) -> None:
+        """The orchestrator knows of the loss; what was on the edges is gone."""
+        self.todo["token"].clear()
+        self.tell(HoldServing(error="node 3 exited"), src=ORCHESTRATOR)
+
+    def restore(self, msg: OpenPromptRpc) -> None:
+        """New edges, whose sequences begin anew."""
+        self.decoder, self.out_sequence = RecordDecoder(4096, 4), 0
+        self.open_edges()
+        self.tell(RestoreServing(run=msg), src=ORCHESTRATOR)
+
     # --- the run ----------------------------------------------------------------------------------------------
     def open(self, msg: OpenPromptRpc = OPEN) -> PipelineRig:
+        self.open_edges()
+        super().open(msg)
+        return self
+
+    def open_edges(self) -> None:
         edge = StageInboundEdgeWire(edge_id=TOKEN_OUT, kind="TokenOut", object_spec=SPEC, ring_spec=RING)
         self.tell(OpenTokenOut(run_id=1, run=b"r" * 16, token_out=edge), src=ORCHESTRATOR)
         wire = StageOutboundEdgeWire(
@@ -154,5 +171,3 @@ class PipelineRig(Rig):
         self.tell(OpenTokenIn(run_id=1, token_in=wire), src=ORCHESTRATOR)
         self.tell(EdgeUp(TOKEN_IN, "ipc:///stage0"))
         self.tell(EdgeUp(TOKEN_OUT, ""))
-        super().open(msg)
-        return self
