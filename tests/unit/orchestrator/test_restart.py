@@ -114,7 +114,7 @@ def test_a_lost_worker_is_replaced_and_the_living_one_gets_new_edges() -> None:
     play = RestartPlay().serving()
     play.exited(1, status=-9)
     (hold,) = play.said(HoldServing, StartNode, CloseRpc, SuspendServing)
-    assert hold.error == f"node {NODE_ID + 1} exited while serving prompts: exit status -9"
+    assert hold.error == f"node {NODE_ID + 1} stage 1 exited while serving prompts: exit status -9"
     play.waited().next_attempt(1)
     (start,) = play.said(StartNode)
     assert (start.spec.node_id, start.spec.stage_index, start.spec.attempt) == (NODE_ID + 1, 1, 1)
@@ -143,7 +143,7 @@ def test_a_loss_during_start_up_ends_the_run_as_ever() -> None:
     play = RestartPlay()
     play.begin(on_worker_loss="restart").planned().acknowledged().weights()
     play.exited(1)
-    assert play.failure()["detail"]["error"].startswith(f"node {NODE_ID + 1} exited while loading weights")
+    assert play.failure()["detail"]["error"].startswith(f"node {NODE_ID + 1} stage 1 exited while loading weights")
 
 
 def test_two_that_die_together_are_one_loss() -> None:
@@ -171,7 +171,9 @@ def test_when_the_attempts_are_spent_the_run_fails_with_the_first_cause() -> Non
     failure = next(r for r in play.records() if r["status"] == "failed" and r["phase"] != "worker_restart")
     error = failure["detail"]["error"]
     assert (failure["phase"], failure["node_id"]) == ("serve_prompts", NODE_ID + 1)
-    assert error.startswith(f"node {NODE_ID + 1} exited while serving prompts: exit status -9; after 3 restarts")
+    assert error.startswith(
+        f"node {NODE_ID + 1} stage 1 exited while serving prompts: exit status -9; after 3 restarts"
+    )
     assert error.endswith(f"the last failed: node {NODE_ID + 1} did not start: no space")
     assert [close.reason for close in play.said(CloseRpc)] == [error]
 
