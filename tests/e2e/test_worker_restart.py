@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.stack import Asker, Stack, wait_for
-from tests.e2e.test_pipeline import LONG, parts
+from tests.e2e.pipeline_stack import stage_pid
+from tests.e2e.stack import LONG, Asker, Stack, wait_for
 
 RESTART = 'on_worker_loss = "restart"'
 TOKENS = 90
@@ -60,7 +60,7 @@ def test_a_stage_that_is_killed_is_replaced_and_the_answer_goes_on(
     assert undisturbed["tokens_generated"] == TOKENS
     before = len(restarted(two))
     asker = begun(two, 12, **options)
-    os.kill(parts(two, part)[stage], signal.SIGKILL)
+    os.kill(stage_pid(two, part, stage), signal.SIGKILL)
     end = ended(asker)
     assert facts(end) == facts(undisturbed)
     wait_for("the record", lambda: len(restarted(two)) > before, 20)
@@ -82,12 +82,12 @@ def test_when_the_restarts_are_spent_the_run_fails_as_without_them() -> None:
         asker = begun(stack, 3)
         for count in range(4):
             known = [process.pid for process in stack.left() if process.part == "agent"]
-            os.kill(parts(stack, "agent")[1], signal.SIGKILL)
+            os.kill(stage_pid(stack, "agent", 1), signal.SIGKILL)
             if count < 3:
                 wait_for("a new worker", lambda: len(new_agents(stack, known)) == 1, 60)  # noqa: B023
         error = stack.assert_failed()
         (fault,) = asker.terminals()
-        assert error.startswith("node 3 exited while serving prompts: ") and "SIGKILL" in error
+        assert error.startswith("node 3 stage 1 exited while serving prompts: ") and "SIGKILL" in error
         assert "after 3 restarts" in error
         assert fault["type"] == "fault" and "node 3" in fault["error"]
 
