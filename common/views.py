@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from common.messages.bus import Delta, MemberEntry, NameEntry, PathEntry, RouteEntry, Snapshot, ViewItem
 
+WENT_MAX = 256  # reasons that a watcher may still ask for; more go at once only when a whole cluster does
+
 
 def item_key(item: ViewItem) -> bytes:
     """The identity of an item within its view."""
@@ -36,8 +38,8 @@ class ViewTable:
         """The whole table, for a new watcher."""
         return Snapshot(view=self.view, version=self.version, items=list(self.items.values()))
 
-    def change(self, changed: list[ViewItem], removed: list[bytes]) -> Delta | None:
-        """Apply changes; the Delta to send to every watcher, or None when nothing is different."""
+    def change(self, changed: list[ViewItem], removed: list[bytes], reason: str = "") -> Delta | None:
+        """Apply changes; the Delta for every watcher, or None when nothing is different. reason: of `removed`."""
         real = [item for item in changed if self.items.get(item_key(item)) != item]
         gone = [key for key in dict.fromkeys(removed) if key in self.items]
         if not real and not gone:
@@ -47,7 +49,7 @@ class ViewTable:
         for key in gone:
             del self.items[key]
         self.version += 1
-        return Delta(view=self.view, version=self.version, changed=real, removed=gone)
+        return Delta(view=self.view, version=self.version, changed=real, removed=gone, reason=reason if gone else "")
 
 
 class Replica:
@@ -60,6 +62,8 @@ class Replica:
         self.revision = 0
         """Counts the changes of this copy: what was derived from it is old when this differs."""
         self.items: dict[bytes, ViewItem] = {}
+        self.went: dict[bytes, str] = {}
+        """Why the items that went last did."""
 
     def forget(self) -> None:
         """The publisher restarted: nothing is known until its next Snapshot."""
@@ -81,6 +85,9 @@ class Replica:
             self.items[item_key(item)] = item
         for key in update.removed:
             self.items.pop(key, None)
+            self.went[key] = update.reason
+            if len(self.went) > WENT_MAX:
+                del self.went[next(iter(self.went))]
         self.version = update.version
         return True
 

@@ -176,12 +176,16 @@ class Snapshot(Message, frozen=True, kw_only=True, tag=18):
 
 
 class Delta(Message, frozen=True, kw_only=True, tag=19):
-    """Publisher → watcher: what changed from version - 1 to `version`; `removed` holds the keys of items that went."""
+    """Publisher → watcher: what changed from version - 1 to `version`; `removed` holds the keys of items that went.
+
+    reason: why they went: "goodbye", "revoked", "superseded" (by a newer incarnation), "unregistered", "" (not said).
+    """
 
     view: str
     version: U64
     changed: list[ViewItem] = []
     removed: list[bytes] = []
+    reason: str = ""
 
 
 class Admit(Message, frozen=True, kw_only=True, tag=20):

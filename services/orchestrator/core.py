@@ -171,6 +171,8 @@ class RunActor(RestartingRun):
         """Routes and members are two of the three readiness facts, and tell of losses."""
         if view == "members":
             self.members_changed(ctx)
+        if view in ("members", "routes"):
+            self.routes_changed(ctx)
         self.check_barrier(ctx)
 
     def on_stop_signal(self, signal: StopSignal, ctx: Ctx) -> None:

@@ -11,7 +11,9 @@ from common.messages.provision import CompleteBootstrap
 from common.messages.report import NodeRuntimeReady
 from common.messages.service import Lease
 from common.messages.stream import DatastreamSubscribe, ExpectFlow
+from common.records import CHANNEL_STAGE_ROUTE, bootstrap_record
 from services.orchestrator.base import Phase, Worker
+from services.orchestrator.route_watch import RouteWatch
 from services.orchestrator.stages import Stages
 
 ACK_TIMER = "run:ack"
@@ -25,6 +27,7 @@ class Readiness(Stages):
     def __init__(self) -> None:
         super().__init__()
         self._flow_serial = 0
+        self._route_watch = RouteWatch()
         self._facts: set[tuple[int, str]] = set()
         """What has been true once: a flapping member makes no progress."""
 
@@ -79,6 +82,7 @@ class Readiness(Stages):
         self._progress_once(worker, "report", ctx)
         if worker.subscribed:
             self._expect_flow(worker, ctx)
+        self.routes_changed(ctx)
         self.check_barrier(ctx)
 
     def check_barrier(self, ctx: Ctx) -> None:
@@ -116,6 +120,12 @@ class Readiness(Stages):
         if self.phase is Phase.READINESS and (worker.stage_index, fact) not in self._facts:
             self._facts.add((worker.stage_index, fact))
             self.progress(ctx)
+
+    def routes_changed(self, ctx: Ctx) -> None:
+        """Each transition of a worker's route is a record (S1 8.3)."""
+        for worker, detail in self._route_watch.transitions(self.workers.values(), ctx.views):
+            record = bootstrap_record("route_transition", "observed", self.run_id, worker.node_id, detail)
+            ctx.observe(CHANNEL_STAGE_ROUTE, record)
 
     # --- acknowledgement (4.7, 9.6) ---------------------------------------------------------------------------
     def _acknowledge(self, ctx: Ctx) -> None:

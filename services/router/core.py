@@ -87,7 +87,7 @@ class RouterActor(Actor):
             case Unregister():
                 entry = self._routes.items.get(msg.address)
                 if isinstance(entry, RouteEntry) and entry.node == ctx.sender_node:
-                    self._change(self._routes, [], [msg.address], ctx)
+                    self._change(self._routes, [], [msg.address], ctx, "unregistered")
             case Watch() if msg.view in self._watchers:
                 self._watchers[msg.view].add(ctx.sender)
                 table = self._routes if msg.view == "routes" else self._paths
@@ -176,14 +176,14 @@ class RouterActor(Actor):
         if key in self._boots:
             self._unwatch(key)
         self._boots[key] = boot
-        self._change(self._routes, [], self._hosted(key, below=boot), ctx)
+        self._change(self._routes, [], self._hosted(key, below=boot), ctx, "superseded")
 
     def _gone(self, key: bytes, reason: str, ctx: Ctx) -> None:
         """Goodbye and revocation end the routes; silence does not (a frozen worker comes back by itself, and watches
         again when its link does)."""
         self._unwatch(key)
         if reason in ("goodbye", "revoked"):
-            self._change(self._routes, [], self._hosted(key), ctx)
+            self._change(self._routes, [], self._hosted(key), ctx, reason)
 
     def _hosted(self, key: bytes, below: int | None = None) -> list[bytes]:
         return [
@@ -197,8 +197,10 @@ class RouterActor(Actor):
             watchers.discard(key)
             self._behind.discard((view, key))
 
-    def _change(self, table: ViewTable, changed: list[ViewItem], removed: list[bytes], ctx: Ctx) -> None:
-        delta = table.change(changed, removed)
+    def _change(
+        self, table: ViewTable, changed: list[ViewItem], removed: list[bytes], ctx: Ctx, reason: str = ""
+    ) -> None:
+        delta = table.change(changed, removed, reason)
         if delta is None:
             return
         if table is self._routes:

@@ -86,7 +86,7 @@ def test_an_unregistered_address_has_no_owner() -> None:
     routers.tell(Watch(view="routes"), GATEWAY)
     assert routers.tell(Unregister(address=INBOX, generation=1), OTHER) == [], "not its own"
     assert routers.tell(Unregister(address=INBOX, generation=1), GATEWAY) == [
-        (GATEWAY, Delta(view="routes", version=2, removed=[INBOX]))
+        (GATEWAY, Delta(view="routes", version=2, removed=[INBOX], reason="unregistered"))
     ]
     assert routers.broker.owners == {}
 
@@ -119,7 +119,7 @@ def test_a_newer_incarnation_ends_the_routes_of_the_older_at_once() -> None:
     routers.tell(Watch(view="routes"), OTHER)
     routers.tell(Watch(view="routes"), GATEWAY)
     assert routers.event(NodeBound(GATEWAY, 4, Role.GATEWAY)) == [
-        (OTHER, Delta(view="routes", version=2, removed=[INBOX]))
+        (OTHER, Delta(view="routes", version=2, removed=[INBOX], reason="superseded"))
     ], "the older incarnation watches no more"
     assert routers.register(GATEWAY, STEP, boot=3) == [], "what it said before its end comes too late"
     routers.register(GATEWAY, STEP, boot=4)
@@ -165,7 +165,10 @@ def test_an_admitted_key_may_join_and_a_revoked_one_is_out_with_its_routes() -> 
     routers.register(AGENT, STEP)
     routers.tell(Watch(view="routes"), GATEWAY)
     said = routers.tell(Revoke(key=AGENT), PROVISIONER)
-    assert said == [(GATEWAY, Delta(view="routes", version=2, removed=[STEP])), (PROVISIONER, Revoked(key=AGENT))]
+    assert said == [
+        (GATEWAY, Delta(view="routes", version=2, removed=[STEP], reason="revoked")),
+        (PROVISIONER, Revoked(key=AGENT)),
+    ]
     assert not routers.broker.admits(AGENT)
     assert routers.tell(Revoke(key=AGENT), PROVISIONER) == [(PROVISIONER, Revoked(key=AGENT))], "idempotent"
 
