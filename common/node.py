@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 LEARNED_ADDRESSES_MAX = 4096  # reply addresses without a route; the oldest is forgotten
 SETTLE_ROUNDS_MAX = 100  # actors that answer each other's failures for ever must not stop the pump
 HEADER_BYTES_MAX = 512  # what an envelope adds to its body
+REVOKED = "revoked"  # Delta.reason: the node is gone for good
 PLANES: tuple[Plane, ...] = (Plane.CONTROL, Plane.PROMPT, Plane.EDGE, Plane.STREAM)
 """The planes that every node dials; EDGE carries what engines and gateway cannot send directly."""
 
@@ -302,10 +303,26 @@ class Node:
             return
         if self._watched.get(update.view, (b"", 0))[0] != publisher:
             return
+        revoked = self._revoked_by(update)
         if not replica.apply(update):
             self._watch_again.add(update.view)
             self._retry_at = self.now_ms
         self._view_changed(update.view)
+        self._end_revoked(revoked)
+
+    def _revoked_by(self, update: Snapshot | Delta) -> dict[bytes, bytes]:
+        """Actors that this update takes away for good, and their nodes: a revoked key never comes back."""
+        if update.view != "routes" or isinstance(update, Snapshot) or update.reason != REVOKED:
+            return {}
+        owners = ((address, self.views.routes.owner(address)) for address in update.removed)
+        return {address: owner.node for address, owner in owners if owner is not None}
+
+    def _end_revoked(self, revoked: dict[bytes, bytes]) -> None:
+        """Who has sent something there is told now, not after a hold."""
+        for address in revoked:
+            self._learned.pop(address, None)
+        for node in dict.fromkeys(revoked.values()):
+            self._fail(self._sessions.forget(node, "unroutable"))
 
     def _view_changed(self, view: str) -> None:
         if view == "routes":
@@ -481,6 +498,8 @@ class Node:
             self._send(out, *found)
         elif datagram:
             self._count("datagram_unroutable")
+        elif self.views.routes.went.get(out.dst) == REVOKED:
+            self._sender_failed(out.src, out.dst, out.message, "unroutable")
         elif not self._held.add(out, hold_until_ms):
             self._sender_failed(out.src, out.dst, out.message, "queue_full")
 

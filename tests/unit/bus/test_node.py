@@ -200,6 +200,31 @@ def test_a_newer_incarnation_in_the_routes_ends_what_was_for_the_older() -> None
     assert [envelope.dst_boot for envelope in stream(lone, me, 3)] == [4]
 
 
+@pytest.mark.spec("S1 6.2", "S1 10.12")
+def test_what_was_sent_to_a_revoked_node_fails_at_once() -> None:
+    """And what is sent later, too: its key never comes back. A goodbye may be that of a restart."""
+    lone = ready(route())
+    mine = Taker()
+    me = lone.node.spawn(mine)
+    stream(lone, me, 1)
+    lone.give(C, Delta(view="routes", version=2, removed=[ACTOR], reason="revoked"), seq=2)
+    lone.tick()
+    assert [reason for _, reason in mine.failed] == ["unroutable"]
+    assert stream(lone, me, 2) == []
+    lone.tick()
+    assert [reason for _, reason in mine.failed] == ["unroutable", "unroutable"]
+
+
+def test_what_was_sent_to_a_node_that_said_goodbye_waits_for_its_next_life() -> None:
+    lone = ready(route())
+    mine = Taker()
+    me = lone.node.spawn(mine)
+    stream(lone, me, 1)
+    lone.give(C, Delta(view="routes", version=2, removed=[ACTOR], reason="goodbye"), seq=2)
+    lone.tick()
+    assert mine.failed == []
+
+
 def test_an_envelope_larger_than_a_frame_may_be_is_refused_here() -> None:
     lone = ready(route())
     mine = Taker()
