@@ -154,6 +154,7 @@ class GatewayActor(ServiceActor):
         """Spawn the reply inbox and watch who is alive."""
         super().on_start(ctx)
         ctx.watch("members")
+        ctx.watch("paths")
         replies = {"direct": PromptEvent.__args__, "pipeline": (*TokenizerEvent.__args__, SequenceBegun)}
         for mode, accepts in replies.items():
             inbox = ReplyInbox(ctx.address, *accepts)
@@ -171,13 +172,12 @@ class GatewayActor(ServiceActor):
             case Listening() | ListenFailed():
                 self._on_listening(msg, ctx)
             case CloseRpc():
-                self._close_askers.append(ctx.sender)
-                self._close(msg.reason, ctx)
-            case SuspendServing():
+                self._on_close(msg, ctx)
+            case SuspendServing() if self._is_own(ctx):
                 self._suspension = msg.error
                 if self.loop:
                     self.loop.suspend(msg.error, ctx)
-            case ResumeServing():
+            case ResumeServing() if self._is_own(ctx):
                 self._suspension = None
                 if self.loop:
                     self.loop.resume(ctx)
@@ -225,6 +225,8 @@ class GatewayActor(ServiceActor):
         """Loss and return of serving nodes."""
         if view == "members" and self.loop:
             self.loop.members_changed(ctx)
+        elif view == "paths" and self.loop:
+            self.loop.link_changed(ctx)
 
     def on_lease_lost(self, ctx: Ctx) -> None:
         """The orchestrator hangs or is cut off: end the run here; if it comes back it must not believe we serve."""
@@ -234,8 +236,9 @@ class GatewayActor(ServiceActor):
             self._close("the orchestrator does not answer; the run is over", ctx)
 
     def on_run_ended(self, msg: RunEnded, ctx: Ctx) -> None:
-        """Settle what is left and wait for the next run."""
-        self._close(msg.error or "the run has ended", ctx)
+        """Settle what is left and wait for the next run. What an earlier run says late is not about this one."""
+        if self._is_own(ctx):
+            self._close(msg.error or "the run has ended", ctx)
 
     def on_owner_gone(self, ctx: Ctx) -> None:
         """The launcher died: nobody is left to serve for."""
@@ -282,6 +285,20 @@ class GatewayActor(ServiceActor):
             return
         self.state, self._run, self._opener, self._bind = RpcState.BINDING, msg, opener, where
         ctx.effect(ListenTcp(*where))
+
+    def _is_own(self, ctx: Ctx) -> bool:
+        """Whether the run that this gateway serves speaks, or none is served."""
+        return self.state is RpcState.CLOSED or ctx.sender == self._opener
+
+    def _on_close(self, msg: CloseRpc, ctx: Ctx) -> None:
+        """Only a run itself ends its prompts; another orchestrator has nothing open here."""
+        if self._is_own(ctx):
+            self._close_askers.append(ctx.sender)
+            self._close(msg.reason, ctx)
+            return
+        if self._next_run is not None and self._next_run[1] == ctx.sender:
+            self._next_run = None
+        ctx.send(ctx.sender, RpcClosed(settled=0))
 
     def _on_listening(self, msg: Listening | ListenFailed, ctx: Ctx) -> None:
         if self.state is not RpcState.BINDING or self._run is None:

@@ -243,6 +243,10 @@ class ServingLoop:
             ctx.cancel(DEAD_TIMER)
             self._unblock(ctx)
 
+    def link_changed(self, ctx: Ctx) -> None:
+        """The bus is here again: what has been asked meanwhile goes out."""
+        self._pump(ctx)
+
     def _block(self, ctx: Ctx) -> None:
         ctx.cancel(CANCEL_TIMER)
 
@@ -327,8 +331,10 @@ class ServingLoop:
 
     # --- inner ----------------------------------------------------------------------------------------------------
     def _pump(self, ctx: Ctx) -> None:
-        """Dispatch the next prompt if the slot is free, then tell those who wait where they stand."""
-        if self.active is None and not (self.is_blocked or self.failed or self._stopped) and (work := self.queue.pop()):
+        """Dispatch the next prompt if the slot is free, then tell those who wait where they stand. While this node is
+        cut off from the bus, prompts wait: a send that fails would end the run (S1 10.10)."""
+        may = ctx.views.link_up and not (self.is_blocked or self.failed or self._stopped)
+        if self.active is None and may and (work := self.queue.pop()):
             self.active = ActivePrompt(work)
             self._tell_orchestrator(work, ctx)
             self._runtime.start(work, ctx)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.door import free_ports
+from common.limits import LEASE_TTL_MS
 from tests.e2e.stack import COLOURS, GONE_S, LONG, READY_S, Asker, Stack, StackError, model_file, wait_for
 from tests.kill_matrix import MATRIX, WORKER, Cell, rule_of
 
@@ -30,6 +31,7 @@ LONG_TOKENS = 300  # seconds of answer
 PROBE_TOKENS = 4
 SLACK_S = 15.0  # this machine may be loaded; the table of a whole run shows what it really took
 POLL_S = 0.01
+CONTINUED_S = 3.0  # until a continued process has its link again
 RESTED_STOP_S = 75.0  # a provider that has to be waited for may use all of its limit
 REVISION = "0" * 40
 NEXT: dict[str, tuple[str, str]] = {
@@ -235,20 +237,23 @@ class _Play:
         self.outcome.how, self.outcome.seconds = how, time.monotonic() - self.began
 
     def _goes_on(self, until: float, *, may_end: bool) -> None:
+        quiet_until = self.began + MATRIX["stop_s"] if self.rule.get("quiet") else 0.0
         while not self._ended():
             if time.monotonic() > until:
                 raise StackError(f"does not go on: {self.stack.archive.lifecycle()[-4:]}, {self._last_answers()}")
             self._start_by_hand()
-            if self.stack.archive.find("serve_prompts", "started") and self._answers(until):
+            may_ask = time.monotonic() > quiet_until and self.stack.archive.find("serve_prompts", "started")
+            if may_ask and self._answers(until):
                 self._over("goes on")
                 break
             time.sleep(POLL_S)
         if self._ended():
             if not may_end:
                 raise StackError(f"ended: {self.stack.stderr}")
-            self._failed()
-            self._over("ended")
+            self._over(f"ended: {self._failed()}")
             return
+        if self.cell[1] == "STOP":  # the end of a run with a process that hangs is another cell
+            time.sleep(max(0.0, self.began + MATRIX["stop_s"] + CONTINUED_S - time.monotonic()))
         self.stack.say("stop\n")
         status = self.stack.wait(RESTED_STOP_S)
         assert (status, self.stack.stderr, self.stack.stdout) == (0, "", ""), (status, self.stack.stderr)
@@ -290,17 +295,18 @@ class _Play:
         status = self.stack.wait(until - time.monotonic())
         self._over(f"exit {status}")
         if kind == "exit_1" or (kind.endswith("exit_1") and status):
-            self._failed()
+            self._over(f"exit {status}: {self._failed()}")
         else:
             assert (status, self.stack.stderr, self.stack.stdout) == (0, "", ""), (status, self.stack.stderr)
 
-    def _failed(self) -> None:
-        """Status 1 and the one sentence."""
+    def _failed(self) -> str:
+        """Status 1 and the one sentence, which is returned."""
         assert self.stack.process is not None
         lines = self.stack.stderr.splitlines()
         assert self.stack.process.returncode == 1, (self.stack.process.returncode, lines)
         assert len(lines) == 1 and lines[0].startswith("mvp-orchestrator: "), lines
         assert re.search(self.rule["says"], lines[0]), (lines[0], "does not say", self.rule["says"])
+        return lines[0].removeprefix("mvp-orchestrator: ")
 
     def _prompts(self) -> None:
         """At most one terminal for every request, and the one that the rule wants for the prompt under way."""
@@ -317,7 +323,8 @@ class _Play:
     def _nothing_left(self) -> None:
         if self.hand is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.hand.wait(GONE_S)
+                # It is told to stop; where it cannot be told its lease ends it.
+                self.hand.wait(GONE_S + LEASE_TTL_MS / 1000)
         self.stack.assert_nothing_left()
         assert not list((self.stack.home / "tmp").iterdir()), list((self.stack.home / "tmp").iterdir())
         assert not (strange := {entry.name for entry in self.stack.home.iterdir()} - KEPT), strange

@@ -92,11 +92,10 @@ class Witness:
         """ "alive", "suspect", "dead", "left", "unknown"."""
         return self.agent.state if self.agent else "unknown"
 
-    def routes(self) -> set[tuple[bytes, int]]:
-        """(address, boot) of everything that is routed, itself left out; empty while the view is away."""
+    def routes(self) -> set[bytes]:
+        """The addresses of all actors that are routed, its own included; empty while the view is away."""
         view = self._host.node.views.routes
-        entries = view.entries() if view.known else ()
-        return {(entry.address, entry.boot) for entry in entries if entry.node != self._host.node_key}
+        return {entry.address for entry in view.entries()} if view.known else set()
 
     def routes_of(self, node: bytes) -> list[RouteEntry]:
         """Actors that are routed to a node."""

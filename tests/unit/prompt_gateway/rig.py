@@ -117,6 +117,10 @@ class Rig:
         self.h.views.members.apply(Snapshot(view="members", version=1, items=[entry]))
         self.tell(ViewChanged("members"))
 
+    def link(self, *, up: bool) -> None:
+        self.h.views.link_up = up
+        self.tell(ViewChanged("paths"))
+
     # --- a client -----------------------------------------------------------------------------------------------
     def connect(self) -> int:
         conn, self.next_conn = self.next_conn, self.next_conn + 1

@@ -7,7 +7,16 @@ import pytest
 from common.effects import SendFailed
 from common.limits import DEAD_WORKER_FAULT_MS, PROMPT_CANCEL_MS
 from common.messages.node_agent import CancelRequest
-from common.messages.serve import OpenPromptRpc, PromptRpcReady, ResumeServing, ServingFailed, SuspendServing
+from common.messages.serve import (
+    CloseRpc,
+    OpenPromptRpc,
+    PromptRpcReady,
+    ResumeServing,
+    RpcClosed,
+    ServingFailed,
+    SuspendServing,
+)
+from common.messages.service import RunEnded
 from services.prompt_gateway.tcp import Listening
 from tests.unit.prompt_gateway.rig import AGENT, OPEN, ORCHESTRATOR, Rig
 
@@ -169,3 +178,32 @@ def test_no_nodes_named_means_no_member_is_watched() -> None:
     rig.member("dead")
     rig.ask(rig.connect())
     assert len(rig.prompts()) == 1
+
+
+@pytest.mark.spec("S1 10.10", "S1 10.12")
+def test_prompts_wait_while_the_gateway_is_cut_off_from_the_bus(rig: Rig) -> None:
+    """To send one would fail, and end the run."""
+    conn = rig.connect()
+    rig.link(up=False)
+    rig.ask(conn)
+    rig.advance(60_000)
+    assert rig.prompts() == [] and rig.lines(conn) == []
+    rig.link(up=True)
+    (infer,) = rig.prompts()
+    rig.done(infer)
+    assert [line["type"] for line in rig.lines(conn)] == ["done"]
+
+
+@pytest.mark.spec("S1 9.10")
+def test_another_orchestrator_does_not_end_this_run(rig: Rig) -> None:
+    """A word of the run before that comes late, or a second orchestrator."""
+    conn = rig.connect()
+    rig.ask(conn)
+    (infer,) = rig.prompts()
+    stranger = b"\x77" * 32
+    for word in (SuspendServing(error="not ours"), RunEnded(status=0, error=""), CloseRpc(reason="not ours")):
+        rig.h.tell(word, src=stranger)
+    assert (stranger, RpcClosed(settled=0)) in rig.h.sent()
+    assert rig.lines(conn) == []
+    rig.done(infer)
+    assert [line["type"] for line in rig.lines(conn)] == ["done"]
