@@ -154,7 +154,7 @@ def is_cpu() -> bool:
 
 def symbol(name: str, lowest: int, highest: int) -> Symbol:
     """A symbolic integer; a step binds it to a value with `symbol.bind(value)`."""
-    return Variable(name, lowest, max(highest, lowest))
+    return Variable(name, lowest, max(highest, lowest + 1))  # of one value it would be a constant
 
 
 def allocate(shape: tuple[int, ...], dtype: Any) -> Tensor:
