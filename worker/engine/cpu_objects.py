@@ -58,14 +58,23 @@ def machine() -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 
 
-def cpu_features() -> frozenset[str]:
-    """What Linux says of the first processor; empty where it says nothing."""
+def _cpu_says(*names: str) -> str:
+    """A value that Linux gives for the first processor; empty where it says nothing."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
+            if name.strip() in names:
+                return value.strip()
+    return ""
+
+
+def cpu_features() -> frozenset[str]:
+    return frozenset(_cpu_says("flags", "Features").split())
+
+
+def cpu_vendor() -> str:
+    """Such as GenuineIntel and AuthenticAMD; empty on other architectures."""
+    return _cpu_says("vendor_id")
 
 
 def instruction_sets(features: Iterable[str] | None = None, of: str | None = None) -> list[str]:

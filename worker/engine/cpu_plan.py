@@ -17,7 +17,7 @@ from common.gguf_arch import LayerTraits, architecture
 from common.gguf_quants import dequantise
 from worker.engine.parts import Part
 
-LAYOUT = 1  # of the arena: changes when a cached arena can no longer be used
+LAYOUT = 2  # of the arena: changes when a cached arena can no longer be used
 ALIGN = 64
 TILE_ROWS = 16
 ROWS_MAX = 64  # rows of a step
@@ -26,22 +26,20 @@ KINDS = (
     "IQ4_XS",
 )  # fmt: skip
 _NUMBER = {name: index for index, name in enumerate(KINDS)}
-# Bytes of a unit of 16 rows: 256 columns from Q2_K on, 32 before.
-_UNIT_BYTES = {
-    "F32": 2048, "F16": 1024, "BF16": 1024, "Q4_0": 288, "Q4_1": 320, "Q5_0": 352, "Q5_1": 384, "Q8_0": 544,
-    "IQ4_NL": 288, "Q2_K": 2624, "Q3_K": 2336, "Q4_K": 2368, "Q5_K": 2880, "Q6_K": 3360, "IQ4_XS": 2208,
+# Columns and bytes of a unit of 16 rows: cpu/tiles.h.
+_UNITS = {
+    "F32": (32, 2048), "F16": (32, 1024), "BF16": (32, 1024), "Q4_0": (64, 576), "Q4_1": (32, 320), "Q5_0": (64, 704),
+    "Q5_1": (32, 384), "Q8_0": (64, 1088), "IQ4_NL": (64, 576), "Q2_K": (256, 2624), "Q3_K": (256, 2368),
+    "Q4_K": (256, 2368), "Q5_K": (256, 2880), "Q6_K": (256, 3392), "IQ4_XS": (256, 2240),
 }  # fmt: skip
 _NO_MATRIX = (0, -1, 0, 0, -1)
 F32 = npt.NDArray[np.float32]
 
 
-def unit_columns(kind: str) -> int:
-    return 256 if _NUMBER[kind] >= _NUMBER["Q2_K"] else 32
-
-
 def tiled_bytes(kind: str, rows: int, columns: int) -> int:
-    """Bytes of a matrix in tiles, its rows padded to whole tiles."""
-    return -(-rows // TILE_ROWS) * (columns // unit_columns(kind)) * _UNIT_BYTES[kind]
+    """Bytes of a matrix in tiles, its rows padded to whole tiles and its columns to whole units."""
+    unit, nbytes = _UNITS[kind]
+    return -(-rows // TILE_ROWS) * -(-columns // unit) * nbytes
 
 
 @dataclass(frozen=True, slots=True)

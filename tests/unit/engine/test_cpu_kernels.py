@@ -23,7 +23,7 @@ from worker.engine.cpu_objects import (
     source_stamp,
     zig,
 )
-from worker.engine.cpu_plan import KINDS, rotary_order, tiled_bytes, unit_columns
+from worker.engine.cpu_plan import KINDS, rotary_order, tiled_bytes
 
 F32 = npt.NDArray[np.float32]
 SETS = instruction_sets()
@@ -56,6 +56,10 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> npt.NDArray[
     return raw.reshape(rows, -1)
 
 
+def block_columns(kind: str) -> int:
+    return max(32, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
+
+
 def tiles(kernels: Kernels, kind: str, raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.uint8]:
     out = np.empty(tiled_bytes(kind, len(raw), columns), np.uint8)
     kernels.repack(KINDS.index(kind), raw.ctypes.data, out.ctypes.data, len(raw), columns, 0, 0)
@@ -72,7 +76,7 @@ def expected(kernels: Kernels, kind: str, raw: npt.NDArray[np.uint8], x: F32) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, units, count", [(16, 1, 1), (33, 2, 3), (48, 3, 8), (1, 1, 13), (160, 5, 21)])
 def test_product(kernels: Kernels, kind: str, rows: int, units: int, count: int) -> None:
-    columns = units * unit_columns(kind)
+    columns = units * block_columns(kind)
     raw = random_blocks(kind, rows, columns, rows + count)
     x = np.random.default_rng(count).standard_normal((count, columns)).astype(np.float32)
     result = kernels.product(KINDS.index(kind), tiles(kernels, kind, raw, columns), rows, x)
@@ -89,7 +93,7 @@ def test_product_of_extreme_codes_and_activations(name: str, data: st.DataObject
     """Codes at their limits, where a 16-bit sum would overflow first; activations of any size."""
     kernels = _loaded.setdefault(name, Kernels(name, *find_object(name)))
     kind = data.draw(st.sampled_from(KINDS[3:]))
-    columns = unit_columns(kind) * data.draw(st.integers(1, 3))
+    columns = block_columns(kind) * data.draw(st.integers(1, 3))
     raw = random_blocks(kind, 16, columns, data.draw(st.integers(0, 99)))
     keep = dequantise_bytes(raw.tobytes(), kind, columns)
     filler = data.draw(st.sampled_from((0x00, 0x7F, 0x80, 0xFF, 0x0F)))
@@ -115,9 +119,9 @@ def test_activations_are_at_most_half_a_step_off(name: str, values: list[float])
     kernels = _loaded.setdefault(name, Kernels(name, *find_object(name)))
     x = np.array(values, np.float32).reshape(1, 64)
     seen = kernels.quantise(x).astype(np.float64)
-    step = np.abs(x.astype(np.float64)).reshape(-1, 32).max(1) / 127
+    step = np.abs(x.astype(np.float64)).reshape(-1, 16).max(1) / 127
     assert np.isfinite(seen).all()
-    assert (np.abs(seen - x).reshape(-1, 32).max(1) <= step * 0.5001 + 1e-30).all()
+    assert (np.abs(seen - x).reshape(-1, 16).max(1) <= step * 0.5001 + 1e-30).all()
 
 
 def test_elementary_functions(kernels: Kernels) -> None:

@@ -12,6 +12,7 @@ import pytest
 from common.gguf import GgufFile
 from tests.unit.engine.test_cpu_kernels import random_blocks
 from tests.unit.engine.tiny_model import TinySpec, log_softmax, reference_logits, write_model
+from worker.engine import cpu_cache
 from worker.engine.cpu_model import CpuPart
 from worker.engine.cpu_native import Kernels, load_kernels
 from worker.engine.cpu_objects import find_object, instruction_sets
@@ -154,7 +155,12 @@ def test_several_sequences_in_one_step(tmp_path: Path, kernels: Kernels) -> None
         batched.batch_logits([1, 1], [0, 0], [2, 2])
 
 
-def test_the_cache_is_mapped_by_the_second_start_and_by_a_copy(tmp_path: Path, kernels: Kernels) -> None:
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_the_cache_serves_the_second_start_and_a_copy(
+    tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, huge_pages: bool
+) -> None:
+    """Read into memory of huge pages, or mapped where memory is short."""
+    monkeypatch.setattr(cpu_cache, "huge_pages_pay", lambda nbytes: huge_pages)
     write_model(tmp_path / "m.gguf", TinySpec(kind="Q4_1"))
     first = load(tmp_path / "m.gguf", kernels)
     assert first._arena.origin == "packed"

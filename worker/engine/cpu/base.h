@@ -115,23 +115,63 @@ AI nf to_float(ni a) {
 
 // Horizontal results fold halves onto each other: one fixed order per instruction set.
 AI float sum_v(nf a) {
+#if SMQ_AVX512
+  return _mm512_reduce_add_ps((__m512)a);
+#elif SMQ_AVX2
+  __m128 h = _mm_add_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
+  h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_add_ss(h, _mm_shuffle_ps(h, h, 1)));
+#else
   float t[VL];
   store(t, a);
   for (int n = VL / 2; n > 0; n /= 2)
     for (int i = 0; i < n; i++) t[i] += t[i + n];
   return t[0];
+#endif
 }
 AI float max_of(nf a) {
+#if SMQ_AVX512
+  return _mm512_reduce_max_ps((__m512)a);
+#elif SMQ_AVX2
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128((__m256)a), _mm256_extractf128_ps((__m256)a, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
+#else
   float t[VL];
   store(t, a);
   for (int n = VL / 2; n > 0; n /= 2)
     for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
   return t[0];
+#endif
 }
 AI i32 sum_i(ni a) {
+#if SMQ_AVX512
+  return _mm512_reduce_add_epi32((__m512i)a);
+#elif SMQ_AVX2
+  __m128i h = _mm_add_epi32(_mm256_castsi256_si128((__m256i)a), _mm256_extracti128_si256((__m256i)a, 1));
+  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+#else
   i32 s = 0;
   for (int i = 0; i < VL; i++) s += a[i];
   return s;
+#endif
+}
+
+// 16 numbers that fit, as bytes.
+AI void store_bytes(i8* p, const ni* v) {
+#if SMQ_AVX512
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
+#elif SMQ_AVX2
+  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#elif SMQ_NEON
+  int16x8_t a = vcombine_s16(vmovn_s32((int32x4_t)v[0]), vmovn_s32((int32x4_t)v[1]));
+  int16x8_t b = vcombine_s16(vmovn_s32((int32x4_t)v[2]), vmovn_s32((int32x4_t)v[3]));
+  vst1q_s8(p, vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+#else
+  for (int i = 0; i < ROWS; i++) p[i] = (i8)v[i / VL][i % VL];
+#endif
 }
 
 AI float root(float x) {

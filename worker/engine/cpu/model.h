@@ -31,6 +31,7 @@ enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_Q
 typedef struct {
   i32 op, threads, rows, head_rows;  // head_rows: how many of the last rows get logits
   i32 exit, skip_blocks;
+  i64 ahead;                         // as in Act
   i64 args[10];                      // of the small operations
   void* shared[8];                   // the step's buffers, for the helpers
   i32 position[MAX_ROWS], slot[MAX_ROWS];
@@ -58,7 +59,8 @@ AI char* take(char** at, i64 bytes) {
 AI Act take_act(char** at, i64 rows, i64 columns) {
   Act a = {0};
   a.q = (i8*)take(at, rows * columns);
-  a.d = (float*)take(at, rows * columns / 32 * 4);
+  a.d = (float*)take(at, rows * columns / 16 * 4);
+  a.minus = (i32*)take(at, rows * columns / 16 * 4);
   a.s = (float*)take(at, rows * columns / 32 * 4);
   a.s16 = (float*)take(at, rows * columns / 16 * 4);
   return a;
@@ -103,29 +105,25 @@ AI void norm_row(const float* x, const float* weight, float* out, i64 n, float e
 AI void quantise_row(const float* x, const Act* a, i64 row) {
   const i64 blocks = a->columns / 32;
   for (i64 b = 0; b < blocks; b++) {
-    const float* p = x + b * 32;
-    nf top = bcast(0);
-    for (int i = 0; i < 32; i += VL) top = max_v(top, abs_v(load(p + i)));
-    float most = max_of(top), d = most / 127.0f, inverse = 127.0f / most;
-    if (!(most > 1e-30f)) d = 0, inverse = 0;  // 1 / d would overflow
-    i8* q = a->q + row * a->columns + b * 32;
-    i32 sums[2];
-    for (int half = 0; half < 2; half++) {
-      ni sum = bcast_i(0);
-      for (int i = 0; i < 16; i += VL) {
-        ni v = (ni)(load(p + 16 * half + i) * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
-        sum += v;
-#if SMQ_AVX512
-        _mm_storeu_si128((__m128i*)(q + 16 * half), _mm512_cvtepi32_epi8((__m512i)v));
-#else
-        for (int j = 0; j < VL; j++) q[16 * half + i + j] = (i8)v[j];
-#endif
+    float sums[2];
+    UNROLL for (int half = 0; half < 2; half++) {
+      const i64 at = (row * blocks + b) * 2 + half;
+      const float* p = x + b * 32 + half * 16;
+      nf top = bcast(0);
+      UNROLL for (int part = 0; part < PARTS; part++) top = max_v(top, abs_v(load(p + part * VL)));
+      float most = max_of(top), d = most / 127.0f, inverse = 127.0f / most;
+      if (!(most > 1e-30f)) d = 0, inverse = 0;  // 1 / d would overflow
+      ni v[PARTS], sum = bcast_i(0);
+      UNROLL for (int part = 0; part < PARTS; part++) {
+        v[part] = (ni)(load(p + part * VL) * inverse + 12582912.0f) - 0x4b400000;  // rounds to nearest even
+        sum += v[part];
       }
-      sums[half] = sum_i(sum);
-      a->s16[(row * blocks + b) * 2 + half] = d * (float)sums[half];
+      store_bytes(a->q + at * 16, v);
+      a->d[at] = d;
+      a->minus[at] = -sum_i(sum);
+      a->s16[at] = sums[half] = d * (float)-a->minus[at];
     }
-    a->d[row * blocks + b] = d;
-    a->s[row * blocks + b] = d * (float)(sums[0] + sums[1]);
+    a->s[row * blocks + b] = sums[0] + sums[1];
   }
 }
 
@@ -151,6 +149,54 @@ typedef struct {
   i64 first, last;  // positions seen
 } Query;
 
+// Vectors of key positions, or of a head's columns, that are worked on at once: the sums of one wait for each other,
+// so there must be some eight to twelve of them, and they must fit the registers.
+#if SMQ_AVX512 || SMQ_NEON
+#define TOGETHER(n) ((n) == 1 ? 8 : 4)
+#else
+#define TOGETHER(n) ((n) <= 2 ? 4 : 2)
+#endif
+
+// Scores of `together` vectors of positions, from vector `v` on.
+AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head_dim, float scale, float* scores,
+                      i64 stride, i64 v, const int together) {
+  const u16* key[together];
+  nf acc[n][together];
+  UNROLL for (int g = 0; g < together; g++) {
+    key[g] = keys + (v + g) / PARTS * head_dim * ROWS + (v + g) % PARTS * VL;
+    UNROLL for (int r = 0; r < n; r++) acc[r][g] = bcast(0);
+  }
+  for (i64 d = 0; d < head_dim; d++) {
+    nf k[together];
+    UNROLL for (int g = 0; g < together; g++) k[g] = load_half(key[g] + d * ROWS);
+    UNROLL for (int r = 0; r < n; r++) {
+      nf q = bcast(query[r].q[d]);
+      UNROLL for (int g = 0; g < together; g++) acc[r][g] = fma_v(q, k[g], acc[r][g]);
+    }
+  }
+  UNROLL for (int r = 0; r < n; r++)
+    UNROLL for (int g = 0; g < together; g++) store(scores + r * stride + (v + g) * VL, acc[r][g] * scale);
+}
+
+// Columns d.. of the outputs: `together` vectors of them.
+AI void mix_vectors(const Query* query, const int n, const u16* values, i64 head_dim, const float* share,
+                    const float* scores, i64 stride, i64 first, i64 last, i64 d, const int together) {
+  nf acc[n][together];
+  UNROLL for (int r = 0; r < n; r++)
+    UNROLL for (int g = 0; g < together; g++) acc[r][g] = bcast(0);
+  for (i64 j = first; j <= last; j++) {
+    const u16* value = values + j * head_dim + d;
+    nf v[together];
+    UNROLL for (int g = 0; g < together; g++) v[g] = load_half(value + g * VL);
+    UNROLL for (int r = 0; r < n; r++) {
+      nf s = bcast(scores[r * stride + j]);
+      UNROLL for (int g = 0; g < together; g++) acc[r][g] = fma_v(s, v[g], acc[r][g]);
+    }
+  }
+  UNROLL for (int r = 0; r < n; r++)
+    UNROLL for (int g = 0; g < together; g++) store(query[r].out + d + g * VL, acc[r][g] * share[r]);
+}
+
 // keys [positions / 16][head_dim][16], values [positions][head_dim]: float16, of one key-value head and slot.
 AI void attend_rows(const Query* query, const int n, const u16* keys, const u16* values, i64 head_dim, float scale,
                     float* scores, i64 stride) {
@@ -159,23 +205,15 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
     if (query[r].first < first) first = query[r].first;
     if (query[r].last > last) last = query[r].last;
   }
-  const i64 from = first / ROWS, to = last / ROWS;
-  for (i64 t = from; t <= to; t++) {
-    const u16* key = keys + t * head_dim * ROWS;
-    UNROLL for (int part = 0; part < PARTS; part++) {
-      nf acc[n];
-      UNROLL for (int r = 0; r < n; r++) acc[r] = bcast(0);
-      for (i64 d = 0; d < head_dim; d++) {
-        nf k = load_half(key + d * ROWS + part * VL);
-        UNROLL for (int r = 0; r < n; r++) acc[r] = fma_v(bcast(query[r].q[d]), k, acc[r]);
-      }
-      UNROLL for (int r = 0; r < n; r++) store(scores + r * stride + t * ROWS + part * VL, acc[r] * scale);
-    }
-  }
+  const i64 begin = first / VL * VL, end = (last / VL + 1) * VL;
+  i64 v = begin / VL;
+  for (; v + TOGETHER(n) <= end / VL; v += TOGETHER(n))
+    score_vectors(query, n, keys, head_dim, scale, scores, stride, v, TOGETHER(n));
+  for (; v < end / VL; v++) score_vectors(query, n, keys, head_dim, scale, scores, stride, v, 1);
   float share[n];
   for (int r = 0; r < n; r++) {
     float* s = scores + r * stride;
-    const i64 a = query[r].first, b = query[r].last, begin = from * ROWS, end = (to + 1) * ROWS;
+    const i64 a = query[r].first, b = query[r].last;
     for (i64 j = begin; j < a; j++) s[j] = -1e30f;
     for (i64 j = b + 1; j < end; j++) s[j] = -1e30f;
     nf top = bcast(-1e30f), sum = bcast(0);
@@ -188,20 +226,10 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
     }
     share[r] = 1.0f / sum_v(sum);
   }
-  for (i64 d = 0; d < head_dim; d += 16) {
-    nf acc[n][PARTS];
-    UNROLL for (int r = 0; r < n; r++)
-      UNROLL for (int part = 0; part < PARTS; part++) acc[r][part] = bcast(0);
-    for (i64 j = first; j <= last; j++) {
-      const u16* value = values + j * head_dim + d;
-      UNROLL for (int part = 0; part < PARTS; part++) {
-        nf v = load_half(value + part * VL);
-        UNROLL for (int r = 0; r < n; r++) acc[r][part] = fma_v(bcast(scores[r * stride + j]), v, acc[r][part]);
-      }
-    }
-    UNROLL for (int r = 0; r < n; r++)
-      UNROLL for (int part = 0; part < PARTS; part++) store(query[r].out + d + part * VL, acc[r][part] * share[r]);
-  }
+  i64 d = 0;
+  for (; d + TOGETHER(n) * VL <= head_dim; d += TOGETHER(n) * VL)
+    mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, TOGETHER(n));
+  for (; d < head_dim; d += VL) mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, 1);
 }
 
 #define ATTEND(n)                                                                                               \

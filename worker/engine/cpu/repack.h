@@ -3,7 +3,8 @@
 #define SMQ_REPACK_H
 #include "tiles.h"
 
-AI i64 source_bytes(int kind) {  // of a unit's columns in one row of the file
+AI int source_columns(int kind) { return kind >= Q2_K ? 256 : 32; }
+AI i64 source_bytes(int kind) {  // of so many columns in one row of the file
   static const i16 bytes[KINDS] = {128, 64, 64, 18, 20, 22, 24, 34, 18, 84, 110, 144, 176, 210, 136};
   return bytes[kind];
 }
@@ -82,7 +83,7 @@ AI void get_codes(const int kind, const u8* s, int sub, u8* c) {
   }
 }
 
-// Scales of one row's unit. `at` is the start of the tile's scales.
+// Scales of one row's block. `at` is the start of the unit's scales; of the second half's where a unit has two.
 AI void put_scales(const int kind, const u8* s, u8* at, int row) {
   u16_u* half = (u16_u*)at;
   if (kind == Q4_K || kind == Q5_K) {
@@ -93,19 +94,19 @@ AI void put_scales(const int kind, const u8* s, u8* at, int row) {
     for (int j = 0; j < 16; j++) at[64 + 16 * j + row] = s[j] & 15, at[320 + 16 * j + row] = s[j] >> 4;
   } else if (kind == Q6_K) {
     half[row] = *(const u16_u*)(s + 208);
-    for (int j = 0; j < 16; j++) at[32 + 16 * j + row] = s[192 + j];
+    for (int j = 0; j < 16; j++) at[64 + 16 * j + row] = s[192 + j];
   } else if (kind == Q3_K) {
     const u8* q = s + 96;
     half[row] = *(const u16_u*)(s + 108);
     for (int j = 0; j < 16; j++) {
       int low = j < 8 ? q[j] & 15 : q[j - 8] >> 4, high = q[8 + (j & 3)] >> 2 * (j >> 2) & 3;
-      at[32 + 16 * j + row] = (u8)((low | high << 4) - 32);
+      at[64 + 16 * j + row] = (u8)((low | high << 4) - 32);
     }
   } else if (kind == IQ4_XS) {
     half[row] = *(const u16_u*)s;
     for (int j = 0; j < 8; j++) {
       int low = s[4 + j / 2] >> 4 * (j & 1) & 15, high = *(const u16_u*)(s + 2) >> 2 * j & 3;
-      at[32 + 16 * j + row] = (u8)((low | high << 4) - 32);
+      at[64 + 16 * j + row] = (u8)((low | high << 4) - 32);
     }
   } else {
     half[row] = *(const u16_u*)s;
@@ -113,8 +114,11 @@ AI void put_scales(const int kind, const u8* s, u8* at, int row) {
   }
 }
 
-AI void repack_unit(const int kind, const u8* s, u8* d, int row) {
+// Block `block` of a row; `d` is its unit in the tile.
+AI void repack_block(const int kind, const u8* s, u8* d, i64 block, int row) {
   const int codes = code_bytes(kind), subs = unit_columns(kind) / 32;
+  u8* scales = d + (i64)codes * subs;
+  if (subs == 2 && block % 2) d += codes, scales += 32;
   if (kind <= BF16) {
     for (int k = 0; k < 32; k++) {
       if (kind == F32) ((u32_u*)d)[k * ROWS + row] = ((const u32_u*)s)[k];
@@ -128,13 +132,13 @@ AI void repack_unit(const int kind, const u8* s, u8* d, int row) {
   } else if (kind == Q8_0) {
     for (int i = 0; i < 8; i++) *(u32_u*)(d + 64 * i + 4 * row) = *(const u32_u*)(s + 2 + 4 * i) ^ 0x80808080u;
   } else {
-    for (int sub = 0; sub < subs; sub++) {
+    for (int sub = 0; sub < source_columns(kind) / 32; sub++) {
       u8 c[32];
       get_codes(kind, s, sub, c);
       put_codes(d + sub * codes, row, c, kind == IQ4_XS ? 4 : code_bits(kind));
     }
   }
-  put_scales(kind, s, d + (i64)codes * subs, row);
+  put_scales(kind, s, scales, row);
 }
 
 // Row `r` of the tiles comes from this row of the file: neighbours of a rotary pair move into the two halves of
@@ -147,16 +151,18 @@ AI i64 source_row(i64 r, i64 head_dim, i64 rope_dim) {
 }
 
 NI void repack(int kind, const u8* src, u8* dst, i64 rows, i64 columns, i64 head_dim, i64 rope_dim) {
-  const i64 units = columns / unit_columns(kind), step = source_bytes(kind), bytes = unit_bytes(kind);
+  const i64 blocks = columns / source_columns(kind), step = source_bytes(kind), bytes = unit_bytes(kind);
+  const i64 units = units_of(kind, columns), of_unit = unit_columns(kind) / source_columns(kind);
   for (i64 t = 0; t * ROWS < rows; t++) {
     u8* tile_at = dst + t * units * bytes;
     for (int r = 0; r < ROWS; r++) {
       i64 row = t * ROWS + r;
       static const u8 nothing[256];
-      for (i64 u = 0; u < units; u++) {
-        const u8* s = row < rows ? src + (source_row(row, head_dim, rope_dim) * units + u) * step : nothing;
-        u8* d = tile_at + u * bytes;
-#define CASE(k) case k: repack_unit(k, s, d, r); break;
+      for (i64 b = 0; b < units * of_unit; b++) {
+        const i64 at = source_row(row, head_dim, rope_dim) * blocks + b;
+        const u8* s = row < rows && b < blocks ? src + at * step : nothing;
+        u8* d = tile_at + b / of_unit * bytes;
+#define CASE(k) case k: repack_block(k, s, d, b, r); break;
         switch (kind) {
           CASE(F32) CASE(F16) CASE(BF16) CASE(Q4_0) CASE(Q4_1) CASE(Q5_0) CASE(Q5_1) CASE(Q8_0) CASE(IQ4_NL)
           CASE(Q2_K) CASE(Q3_K) CASE(Q4_K) CASE(Q5_K) CASE(Q6_K) CASE(IQ4_XS)

@@ -186,11 +186,13 @@ NI void place(Step* s, const Layer* l, i64 layer) {
 // All query rows, ordered by key-value head, then row, then query head of the group; each thread takes a share.
 NI void mix(Step* s, const Layer* l, i64 layer) {
   const Plan* p = s->plan;
-  const i64 group = p->heads / p->kv_heads, dim = p->head_dim, per_head = s->rows * group, total = per_head * p->kv_heads;
+  const i64 group = p->heads / p->kv_heads, dim = p->head_dim, per_head = s->rows * group;
+  // A whole group shares what it reads; it is only cut where threads would have nothing to do.
+  const i64 unit = s->rows * p->kv_heads >= s->walk.threads ? group : 1;
   Query q[GROUP];
-  Share part = share(&s->walk, total);
+  Share part = share(&s->walk, per_head * p->kv_heads / unit);
   while (claim(&s->walk, &part))
-  for (i64 i = part.begin, end = part.end; i < end;) {
+  for (i64 i = part.begin * unit, end = part.end * unit; i < end;) {
     const i64 head = i / per_head, slot = s->c->slot[i % per_head / group];
     int n = 0;
     for (; n < GROUP && i + n < end && (i + n) / per_head == head; n++) {
@@ -251,6 +253,7 @@ NI void run_step(Control* c, int tid, u32 number) {
   s.c = c, s.x = c->shared[1], s.weights = c->shared[2], s.plan = c->shared[3], s.cache = c->shared[4];
   s.rope = c->shared[6];
   lay_out(s.plan, c->shared[5], tid, c->threads, &s.s);
+  s.s.act.ahead = s.s.own.ahead = c->ahead;
   s.rows = c->rows;
   s.walk = (Walk){s.s.phases, &c->step, number, c->threads, 0, tid};
   for (i64 layer = 0; layer < s.plan->layers && !c->skip_blocks && !s.walk.late; layer++) {
@@ -274,14 +277,14 @@ NI void small_operation(Control* c, float* x, const u8* weights) {
   i64* a = c->args;
   if (c->op == OP_REPACK) {  // kind, rows, columns, head_dim, rope_dim
     repack((int)a[0], (const u8*)x, (u8*)weights, a[1], a[2], a[3], a[4]);
-  } else if (c->op == OP_STREAM) {  // bytes at `weights` read once; the sum keeps the compiler honest
+  } else if (c->op == OP_STREAM) {  // a[0] bytes at `weights` read once; the sum keeps the compiler honest
     // Four streams: one alone does not keep the memory busy.
     nu sum[4] = {{0}, {0}, {0}, {0}};
     const i64 quarter = a[0] / 4 / 64 * 64;
     for (i64 i = 0; i < quarter; i += 64) {
       UNROLL for (int stream = 0; stream < 4; stream++) {
         const u8* at = weights + stream * quarter + i;
-        __builtin_prefetch(at + PREFETCH_BYTES, 0, 3);
+        if (c->ahead) prefetch(at + c->ahead, 64);
         UNROLL for (int j = 0; j < 64 / W; j++) sum[stream] += (nu)load_bytes(at + j * W);
       }
     }
