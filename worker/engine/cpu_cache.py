@@ -41,7 +41,7 @@ _PREFIX = "weights-"
 
 
 class Arena:
-    """The weights' memory and its address; `origin` says where they came from: "cache", "packed"."""
+    """Memory and its address; `origin` says what is in it: the weights from the "cache", or "packed", or "empty"."""
 
     def __init__(self, memory: mmap.mmap, offset: int, nbytes: int, origin: str) -> None:
         self._memory = memory  # keeps the mapping

@@ -14,7 +14,7 @@ import numpy as np
 from common.gguf import GgufFile, ModelHeader
 from common.gguf_quants import dequantise_rows
 from worker.engine import tinygrad_shim as tg
-from worker.engine.cpu_cache import load_arena
+from worker.engine.cpu_cache import Arena, load_arena
 from worker.engine.cpu_native import PHASE_BYTES, Kernels, Team, control_tensor
 from worker.engine.cpu_plan import ROWS_MAX, StagePlan
 from worker.engine.errors import EngineError
@@ -49,8 +49,7 @@ class CpuPart:
         packed = np.frombuffer(plan.pack(positions, slots), np.uint8)
         plan_tensor = tg.allocate((len(packed),), dtypes.uint8)
         tg.view(plan_tensor)[:] = packed
-        cache = slots * self.part.layers * 2 * h.key_value_width * positions
-        self._cache = tg.allocate((cache,), dtypes.uint16)
+        self._cache = Arena.anonymous(slots * self.part.layers * 2 * h.key_value_width * positions * 2, "empty")
         scratch = tg.allocate((kernels.scratch_bytes(tg.address(plan_tensor), threads),), dtypes.uint8)
         tg.view(scratch)[: PHASE_BYTES * (self.part.layers + 1)] = 0
         tables = plan.rope_tables(positions)
@@ -60,10 +59,11 @@ class CpuPart:
         logits = tg.allocate((max(1, slots * self._padded_vocab),), dtypes.float32)
         state = tg.allocate((ROWS_MAX * h.embedding_length,), dtypes.float32)
         weights = tg.borrow(self._arena.address, self._arena.nbytes)
+        cache = tg.borrow(self._cache.address, self._cache.nbytes)
         self._state = tg.view(state).reshape(ROWS_MAX, h.embedding_length)
         self._logits = tg.view(logits)
-        tensors = [control_tensor(), state, weights, plan_tensor, self._cache, scratch, rope, logits]
-        self._team = Team(kernels, tensors, threads, self._arena)
+        tensors = [control_tensor(), state, weights, plan_tensor, cache, scratch, rope, logits]
+        self._team = Team(kernels, tensors, threads, (self._arena, self._cache))
         self._scale = math.sqrt(h.embedding_length) if plan.arch.scaled_embedding else 1.0
 
     @property
@@ -73,8 +73,8 @@ class CpuPart:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes reserved by the key-value cache; they become resident as the context fills."""
-        return int(self._cache.nbytes())
+        """Bytes reserved by the key-value cache; they become resident as the context fills, in huge pages at once."""
+        return self._cache.nbytes
 
     def embed(self, ids: list[int]) -> F32:
         """Rows of the embedding, (len(ids), width); only those rows of the file are read."""

@@ -160,14 +160,16 @@ typedef struct {
 // Scores of `together` vectors of positions, from vector `v` on.
 AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head_dim, float scale, float* scores,
                       i64 stride, i64 v, const int together) {
-  const u16* key[together];
-  nf acc[n][together];
+  const u16* key[8];
+  nf acc[GROUP][8];  // constant bounds: gcc leaves other arrays in memory
   UNROLL for (int g = 0; g < together; g++) {
     key[g] = keys + (v + g) / PARTS * head_dim * ROWS + (v + g) % PARTS * VL;
     UNROLL for (int r = 0; r < n; r++) acc[r][g] = bcast(0);
   }
   for (i64 d = 0; d < head_dim; d++) {
-    nf k[together];
+    nf k[8];
+    if (together > 1 && d % 2 == 0)  // a tile is too short for the processor to see the stream by itself
+      UNROLL for (int g = 0; g < together; g++) __builtin_prefetch(key[g] + (together * head_dim + d) * ROWS, 0, 3);
     UNROLL for (int g = 0; g < together; g++) k[g] = load_half(key[g] + d * ROWS);
     UNROLL for (int r = 0; r < n; r++) {
       nf q = bcast(query[r].q[d]);
@@ -181,12 +183,12 @@ AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head
 // Columns d.. of the outputs: `together` vectors of them.
 AI void mix_vectors(const Query* query, const int n, const u16* values, i64 head_dim, const float* share,
                     const float* scores, i64 stride, i64 first, i64 last, i64 d, const int together) {
-  nf acc[n][together];
+  nf acc[GROUP][8];
   UNROLL for (int r = 0; r < n; r++)
     UNROLL for (int g = 0; g < together; g++) acc[r][g] = bcast(0);
   for (i64 j = first; j <= last; j++) {
     const u16* value = values + j * head_dim + d;
-    nf v[together];
+    nf v[8];
     UNROLL for (int g = 0; g < together; g++) v[g] = load_half(value + g * VL);
     UNROLL for (int r = 0; r < n; r++) {
       nf s = bcast(scores[r * stride + j]);
@@ -210,7 +212,7 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
   for (; v + TOGETHER(n) <= end / VL; v += TOGETHER(n))
     score_vectors(query, n, keys, head_dim, scale, scores, stride, v, TOGETHER(n));
   for (; v < end / VL; v++) score_vectors(query, n, keys, head_dim, scale, scores, stride, v, 1);
-  float share[n];
+  float share[GROUP];
   for (int r = 0; r < n; r++) {
     float* s = scores + r * stride;
     const i64 a = query[r].first, b = query[r].last;

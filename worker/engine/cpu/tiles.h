@@ -176,20 +176,29 @@ typedef struct {
 } Act;
 
 AI void prefetch(const u8* w, i64 bytes) {
-  for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(w + i, 0, 3);
+  UNROLL for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(w + i, 0, 3);
 }
+
+#if SMQ_AVX512
+#define TM_MAX 8
+#else
+#define TM_MAX 4
+#endif
 
 // out [TM][16] = the tile's 16 rows times rows m..m+TM of x.
 AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM, float* out) {
   const i64 K = x->columns, blocks = K / 32, units = units_of(kind, K);
   const int bits = code_bits(kind), codes = code_bytes(kind), subs = unit_columns(kind) / 32;
   const int offset = code_offset(kind);
+  // Several rows take so long that the processor's own prefetching stays too near; with the later ones of a chunk the
+  // tile is at hand.
+  const i64 ahead = TM == 1 ? x->ahead : TM == TM_MAX && m == 0 ? 2048 : 0;
   for (int part = 0; part < PARTS; part++) {
-    nf acc[TM];
+    nf acc[TM_MAX];  // a constant bound: gcc leaves other arrays in memory
     UNROLL for (int t = 0; t < TM; t++) acc[t] = bcast(0);
     const u8* at = w;
     for (i64 u = 0; u < units; u++, at += unit_bytes(kind)) {
-      if (TM == 1 && part == 0 && x->ahead && subs <= 2) prefetch(at + x->ahead, unit_bytes(kind));
+      if (part == 0 && ahead && subs <= 2) prefetch(at + ahead, unit_bytes(kind));
       if (kind <= BF16) {
         const float* row = x->x + m * K + u * 32;
         for (int k = 0; k < 32; k++) {
@@ -216,7 +225,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
           if (u * 2 + 1 == blocks) break;  // an odd number of blocks: the last unit is half empty
           d = load_half(scales + 32 + part * VL * 2);
         }
-        if (TM == 1 && part == 0 && x->ahead && subs > 2) prefetch(at + sub * codes + x->ahead, codes);
+        if (part == 0 && ahead && subs > 2) prefetch(at + sub * codes + ahead, codes);
         nb v[8];
         expand(kind, at + sub * codes, part, v);
         const i64 block = m * blocks + u * subs + sub;
@@ -257,12 +266,6 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
     UNROLL for (int t = 0; t < TM; t++) store(out + t * ROWS + part * VL, acc[t]);
   }
 }
-
-#if SMQ_AVX512
-#define TM_MAX 8
-#else
-#define TM_MAX 4
-#endif
 
 #define TILE(kind)                                                                   \
   NI void tile_##kind(const u8* w, const Act* x, i64 m, int tm, float* out) {        \
