@@ -154,6 +154,7 @@ def _build(
     relay = rules.resolve_relay(origin, provider)
     rules.check_edges(origin, relay, model.cached_model is not None or settings.runtime.pipeline_stages > 1)
     rules.check_restart(origin, provider)
+    rules.check_feedback(origin)
     worker_bin = None
     if provider is ProviderKind.PROCESS:
         worker_bin = rules.worker_binary(arguments.worker_bin, origin, executable)

@@ -216,6 +216,15 @@ def check_restart(origin: Origin, provider: ProviderKind) -> None:
         )
 
 
+def check_feedback(origin: Origin) -> None:
+    """One stage has nobody to feed back to."""
+    if origin.settings.pipeline.feedback == "direct" and origin.settings.runtime.pipeline_stages < 2:
+        raise ConfigError(
+            f'{origin.where("pipeline", "feedback")} = "direct" needs two stages or more: '
+            "set [runtime].pipeline_stages, or remove the key"
+        )
+
+
 def check_edges(origin: Origin, relay: RelayRuntimeConfig, planned: bool) -> None:
     """Edges over the relay need one."""
     if planned and origin.settings.pipeline.edges == "relay" and not relay.used:

@@ -68,6 +68,10 @@ _REPORTED = frozenset(
 """What StageFailed may name; the others have a cause of their own."""
 
 
+EDGES = ("inbound_edge", "outbound_edge", "feedback_in", "feedback_out")
+"""The fields of a provision that new edges change."""
+
+
 class Command:
     """Base of what the controller wants done."""
 
@@ -92,10 +96,9 @@ class EstablishOutboundEdge(Command):
 
 @dataclass(frozen=True, slots=True)
 class RenewEdges(Command):
-    """Close both edges, forget their sequence, then establish these. Answered as the two above."""
+    """Close all edges, forget their sequence, then establish this provision's. Answered as the two above."""
 
-    inbound: StageInboundEdgeWire
-    outbound: StageOutboundEdgeWire
+    provision: StageProvisionWire
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,17 +322,16 @@ class StageController:
     def _is_renewal(self, wire: StageProvisionWire) -> bool:
         """A neighbour was replaced: the same stage, with other edges."""
         mine = self.provision
-        edges = {"inbound_edge": wire.inbound_edge, "outbound_edge": wire.outbound_edge}
-        if mine is None or wire.generation <= mine.generation or None in edges.values():
+        if mine is None or wire.generation <= mine.generation or None in (wire.inbound_edge, wire.outbound_edge):
             return False
-        return msgspec.structs.replace(mine, generation=wire.generation, **edges) == wire
+        same = {name: getattr(mine, name) for name in ("generation", *EDGES)}
+        return msgspec.structs.replace(wire, **same) == mine
 
     def _renew(self, wire: StageProvisionWire) -> list[Output]:
-        assert wire.inbound_edge is not None and wire.outbound_edge is not None
         self.provision, self.fault = wire, None
         self.inbound_ready = self.outbound_ready = self.stage_ready_emitted = False
         self.busy, self.active_input, self.expected_sequence = False, None, 0
-        return [RenewEdges(wire.inbound_edge, wire.outbound_edge), *self._answers()]
+        return [RenewEdges(wire), *self._answers()]
 
     def _answers(self) -> list[Output]:
         if self.stopped:

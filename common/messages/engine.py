@@ -256,6 +256,8 @@ class OpenEdges(Message, frozen=True, kw_only=True, tag=263):
     inbound: StageInboundEdgeWire
     outbound: StageOutboundEdgeWire
     generation: U32 = 0
+    feedback_in: StageInboundEdgeWire | None = None
+    feedback_out: StageOutboundEdgeWire | None = None
 
 
 class EdgeReady(Message, frozen=True, kw_only=True, tag=264):

@@ -53,7 +53,7 @@ class RingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageInboundEdgeWire(msgspec.Struct, frozen=True, kw_only=True):
-    """kind: TokenIn | Activation | TokenOut."""
+    """kind: TokenIn | Activation | TokenOut | TokenFeedback."""
 
     edge_id: U64
     kind: str
@@ -79,6 +79,7 @@ class StageProvisionWire(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: counts the worker restarts of the run. A stage that has its weights takes a provision of a later
     generation, which differs in nothing but its edges, for new edges and a new token stream (on_worker_loss).
+    feedback_in, feedback_out: of the first and of the last stage, where tokens are also fed back directly.
     """
 
     run_id: U64
@@ -97,6 +98,8 @@ class StageProvisionWire(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: TokenizerSource
     max_context: U32 | None = None
     generation: U32 = 0
+    feedback_in: StageInboundEdgeWire | None = None
+    feedback_out: StageOutboundEdgeWire | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

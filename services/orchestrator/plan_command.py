@@ -68,7 +68,12 @@ def stage_bytes(plan: RunPlan, stage: StagePlan) -> tuple[int, int, int]:
 def tokens_per_second(plan: RunPlan) -> float:
     """By FORMULA, on one host."""
     read = sum(stage_bytes(plan, stage)[1] for stage in plan.stages)
-    return 1 / (read / BANDWIDTH_BYTES_S + len(plan.edges) * HOP_S)
+    return 1 / (read / BANDWIDTH_BYTES_S + hops(plan) * HOP_S)
+
+
+def hops(plan: RunPlan) -> int:
+    """Edges that a token crosses until the next one begins: fed back directly, it does not wait for the gateway."""
+    return len(plan.stages) if plan.feedback is not None else len(plan.edges)
 
 
 def report(plan: RunPlan, config: OrchestratorSlice, available: int) -> str:
@@ -90,7 +95,7 @@ def report(plan: RunPlan, config: OrchestratorSlice, available: int) -> str:
         sizes = f"{_mib(in_file):<10} {_mib(in_memory):<10} {_mib(cache)}"
         lines.append(f"{stage.stage_index:<6} {stage.node_id:<5} {span:<9} {sizes}")
     lines += ["", "edge  kind        from     to       window"]
-    for edge in plan.edges:
+    for edge in plan.all_edges:
         ends = [
             "gateway" if end.stage_index is None else f"stage {end.stage_index}"
             for end in (edge.producer, edge.consumer)

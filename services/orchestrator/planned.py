@@ -99,7 +99,7 @@ class PlannedRun(StartUp):
             ],
             "edges": [
                 {"edge_id": edge.edge_id, "kind": edge.kind, "data_capacity": edge.ring_spec.data_capacity}
-                for edge in plan.edges
+                for edge in plan.all_edges
             ],
         }
         self.record(ctx, "run_plan", "ready", detail)
@@ -119,7 +119,7 @@ class PlannedRun(StartUp):
         self.limit(ctx, PROVIDER_START_MS, "the prompt gateway did not open the token-out endpoint")
         self._token_endpoints.clear()
         self._rpc_due = False
-        self._edge_tokens = {edge.edge_id: ctx.rng.randbytes(NONCE_BYTES) for edge in self.plan.edges}
+        self._edge_tokens = {edge.edge_id: ctx.rng.randbytes(NONCE_BYTES) for edge in self.plan.all_edges}
         for worker in self.workers.values():
             if worker.endpoint is not None:
                 self._endpoints[worker.node_id] = self._reachable(worker.endpoint)
@@ -215,6 +215,7 @@ class PlannedRun(StartUp):
             eos_tokens=list(self.plan.facts.eos_token_ids),
             stage_actors=[worker.node_actor for worker in ordered],
             max_context=self.plan.facts.max_seq_len,
+            feedback=self.plan.feedback is not None,
             restart=self.config.on_worker_loss == "restart",
         )
 

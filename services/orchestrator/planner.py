@@ -94,7 +94,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class EdgePlan:
-    """kind: TokenIn | Activation | TokenOut."""
+    """kind: TokenIn | Activation | TokenOut | TokenFeedback."""
 
     edge_id: int
     kind: str
@@ -130,6 +130,13 @@ class RunPlan:
     facts: ModelFacts
     stages: tuple[StagePlan, ...]
     edges: tuple[EdgePlan, ...]
+    feedback: EdgePlan | None = None
+    """From the last stage to the first, beside the way through the gateway."""
+
+    @property
+    def all_edges(self) -> tuple[EdgePlan, ...]:
+        """With the feedback edge, if there is one."""
+        return self.edges if self.feedback is None else (*self.edges, self.feedback)
 
     @property
     def token_in(self) -> EdgePlan:
@@ -163,8 +170,8 @@ def layer_range(layers: int, stages: int, index: int) -> tuple[int, int]:
     return layers * index // stages, layers * (index + 1) // stages
 
 
-def plan_run(facts: ModelFacts, stages: int, *, run_id: int, node_id: int) -> RunPlan:
-    """The plan of `stages` stages. Raises PlanError."""
+def plan_run(facts: ModelFacts, stages: int, *, run_id: int, node_id: int, feedback: bool = False) -> RunPlan:
+    """The plan of `stages` stages. feedback: of tokens, directly from the last to the first. Raises PlanError."""
     if stages < 1:
         raise PlanRejection(
             PlanRejectionKind.INVALID_STAGE_COUNT, f"{stages} stages were asked for; choose pipeline_stages >= 1"
@@ -180,7 +187,9 @@ def plan_run(facts: ModelFacts, stages: int, *, run_id: int, node_id: int) -> Ru
     for index in range(stages):
         start, end = layer_range(facts.num_layers, stages, index)
         placed.append(StagePlan(index, node_id + 1 + index, start, end, index + 1, index + 2))
-    plan = RunPlan(run_id, node_id, facts, tuple(placed), tuple(_edges(facts, node_id, placed)))
+    edges = tuple(_edges(facts, node_id, placed))
+    feedback_edge = _feedback_edge(facts, placed) if feedback and stages > 1 else None
+    plan = RunPlan(run_id, node_id, facts, tuple(placed), edges, feedback_edge)
     check_plan(plan)
     return plan
 
@@ -240,6 +249,13 @@ def _edges(facts: ModelFacts, node_id: int, stages: Sequence[StagePlan]) -> list
     return edges
 
 
+def _feedback_edge(facts: ModelFacts, stages: Sequence[StagePlan]) -> EdgePlan:
+    """Its id follows token-out's."""
+    ends = [Endpoint(stage.node_id, stage.stage_index) for stage in (stages[-1], stages[0])]
+    spec, ring = token_specs(facts)
+    return EdgePlan(len(stages) + 2, "TokenFeedback", ends[0], ends[1], spec, ring)
+
+
 def check_plan(plan: RunPlan) -> None:
     """Every rule of a plan. Raises PlanRejection with its kind; a plan of `plan_run` passes."""
     kind = PlanRejectionKind
@@ -271,7 +287,7 @@ def check_plan(plan: RunPlan) -> None:
 def _check_edges(plan: RunPlan) -> None:
     kind = PlanRejectionKind
     nodes = {plan.node_id, *(stage.node_id for stage in plan.stages)}
-    for edge in plan.edges:
+    for edge in plan.all_edges:
         for end in (edge.producer, edge.consumer):
             if end.node_id not in nodes:
                 raise PlanRejection(kind.UNKNOWN_NODE, f"edge {edge.edge_id} ends at node {end.node_id}")
@@ -351,7 +367,9 @@ def stage_wire(
 ) -> StageProvisionWire:
     """S1 6.6 for one stage (after readiness). tokens: edge id → edge_token. Raises PlanError."""
     stage = plan.stage(stage_index)
-    inbound, outbound = plan.edge(stage.inbound_edge_id), plan.edge(stage.outbound_edge_id)
+    inbound, outbound, fed = plan.edge(stage.inbound_edge_id), plan.edge(stage.outbound_edge_id), plan.feedback
+    takes = fed if fed is not None and fed.consumer.stage_index == stage_index else None
+    feeds = fed if fed is not None and fed.producer.stage_index == stage_index else None
     return StageProvisionWire(
         run_id=plan.run_id,
         authorized_orchestrator=orchestrator,
@@ -369,4 +387,6 @@ def stage_wire(
         tokenizer=plan.facts.tokenizer,
         max_context=plan.facts.max_seq_len,
         generation=generation,
+        feedback_in=inbound_wire(takes, tokens[takes.edge_id]) if takes else None,
+        feedback_out=outbound_wire(feeds, tokens[feeds.edge_id], endpoints) if feeds else None,
     )

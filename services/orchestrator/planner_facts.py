@@ -102,4 +102,6 @@ def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> Mo
 
 def make_plan(config: OrchestratorSlice) -> RunPlan:
     """The whole planning phase (S1 4.4): inspect, check, place. Raises PlanError."""
-    return plan_run(read_facts(config), config.pipeline_stages, run_id=config.run_id, node_id=config.node_id)
+    feedback = config.pipeline_feedback == "direct"
+    facts = read_facts(config)
+    return plan_run(facts, config.pipeline_stages, run_id=config.run_id, node_id=config.node_id, feedback=feedback)

@@ -185,3 +185,25 @@ def test_a_stage_that_dies_while_it_loads() -> None:
         error = stack.assert_failed()
         assert "node 2" in error and "while loading weights" in error and "SIGKILL" in error
         assert stack.archive.find("prompt_rpc", "ready") is None
+
+
+DIRECT_FEEDBACK = '[pipeline]\nfeedback = "direct"\n'
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_direct_feedback_says_the_same_and_leaves_the_pipeline_clean(
+    one_worker: list[tuple[str, int, int, str]], stages: int
+) -> None:
+    """EOS, caps, stop strings and clients that leave: what ran ahead is never seen by the next prompt."""
+    with Stack(args=("--pipeline-stages", str(stages)), config=DIRECT_FEEDBACK) as stack:
+        assert answers(stack) == one_worker
+        plan = stack.archive.one("run_plan", "ready").detail
+        assert plan["edges"][-1]["kind"] == "TokenFeedback"
+        expected = one_worker[0][0]
+        for prompt, wait_s in ((PARAGRAPH * 40, 0.3), (LONG, 1.5), (LONG, 0.02)):
+            asker = Asker(stack.addr(), prompt)
+            time.sleep(wait_s)
+            asker._sock.shutdown(2)
+            assert stack.ask(PROMPTS[0][0], **PROMPTS[0][1]).final_text == expected
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")

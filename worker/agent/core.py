@@ -287,8 +287,7 @@ class NodeAgentActor(Actor):
                 self.edges.outbound = command.edge
                 self._establish(command.edge, MarkOutboundEdgeReady(edge_id=command.edge_id), ctx)
             case stage.RenewEdges():
-                assert self.core.provision is not None
-                self.edges.renew(command.inbound, command.outbound, self.core.provision, ctx)
+                self.edges.renew(command.provision, ctx)
             case stage.StopLocalEdges():
                 self.desk.fail_all("the run is being stopped", ctx, engine_gone=not self.engine_running)
                 if self.edges.is_open and self.engine_running:

@@ -33,37 +33,28 @@ class StageEdges:
         """Both edges at once, as soon as the second one is known."""
         if self.inbound is None or self.outbound is None or self.is_open:
             return
-        self._order(self.inbound, self.outbound, provision, ctx)
+        self._order(provision, ctx)
 
-    def renew(
-        self,
-        inbound: StageInboundEdgeWire,
-        outbound: StageOutboundEdgeWire,
-        provision: StageProvisionWire,
-        ctx: Ctx,
-    ) -> None:
+    def renew(self, provision: StageProvisionWire, ctx: Ctx) -> None:
         """These in place of those that are open; nobody waits for a sequence of theirs any more."""
-        self.inbound, self.outbound = inbound, outbound
+        self.inbound, self.outbound = provision.inbound_edge, provision.outbound_edge
         self._beginners.clear()
-        self._order(inbound, outbound, provision, ctx)
+        self._order(provision, ctx)
 
-    def _order(
-        self,
-        inbound: StageInboundEdgeWire,
-        outbound: StageOutboundEdgeWire,
-        provision: StageProvisionWire,
-        ctx: Ctx,
-    ) -> None:
+    def _order(self, provision: StageProvisionWire, ctx: Ctx) -> None:
         self.is_open, self.generation = True, provision.generation
+        assert self.inbound is not None and self.outbound is not None
         order = wire.OpenEdges(
             orchestrator=provision.authorized_orchestrator,
             run_id=provision.run_id,
             node_id=provision.node_id,
             stage_index=provision.stage_index,
             stage_count=provision.stage_count,
-            inbound=inbound,
-            outbound=outbound,
+            inbound=self.inbound,
+            outbound=self.outbound,
             generation=provision.generation,
+            feedback_in=provision.feedback_in,
+            feedback_out=provision.feedback_out,
         )
         ctx.effect(EngineSend(order))
 

@@ -207,7 +207,11 @@ class StagePort:
             self._mailbox.put(message)
             self._opened = True
             self._edges.accept(message.inbound)
-            self._edges.open(message.outbound, self._now_ms())
+            if message.feedback_in is not None:
+                self._edges.accept(message.feedback_in)
+            for edge in (message.outbound, message.feedback_out):
+                if edge is not None:
+                    self._edges.open(edge, self._now_ms())
 
     def _close(self) -> None:
         """No byte moves any more; the step that runs is cut short."""

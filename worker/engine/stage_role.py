@@ -39,6 +39,7 @@ from common.messages.node_agent import (
 from common.messages.node_agent import Sampling as WireSampling
 from worker import stage_controller as stage
 from worker.engine.errors import EngineError
+from worker.engine.feedback import Compute, FeedbackGate, FeedbackMismatch, fed_back
 from worker.engine.mailbox import Mailbox
 from worker.engine.progress import Phase, ProgressPage
 from worker.engine.stage_port import EdgeObject, EdgeOpened, StagePort
@@ -67,6 +68,8 @@ class StageRole:
         self._controller: stage.StageController | None = None
         self._engine: Engine | None = None
         self._steps: StageSteps | None = None
+        self._gate: FeedbackGate | None = None
+        """Of the first stage, where tokens are fed back directly."""
         self.handlers: dict[type, Callable[[Any], None]] = {
             OpenEdges: self._open,
             EdgeOpened: self._opened,
@@ -98,6 +101,8 @@ class StageRole:
             gguf_source=LocalPath(path=""),
             tokenizer=LocalPath(path=""),
         )
+        fed = message.feedback_in
+        self._gate = FeedbackGate(message.inbound.edge_id, fed.edge_id) if fed is not None else None
         controller.handle(ProvisionStage(provision=wire))
         controller.handle(MarkWorkerReady())
         if self._engine is not None:
@@ -173,11 +178,34 @@ class StageRole:
 
     # --- steps ------------------------------------------------------------------------------------------------
     def _object(self, event: EdgeObject) -> None:
-        record, controller = event.record, self._controller
-        if controller is None or self._steps is None:
+        gate = self._gate
+        if gate is None:
+            self._load(event.edge_id, event.record)
+            return
+        take = gate.on_feedback if event.edge_id == gate.feedback else gate.on_token_in
+        try:
+            steps = take(event.record)
+        except FeedbackMismatch as error:
+            self._fault(StageFailed(reason="ObjectFailed", detail=str(error)))
+            return
+        for step in steps:
+            if isinstance(step, Compute):
+                self._load(step.edge_id, step.record)
+            else:
+                self._port.consumed(self._generation, step.edge_id, step.record.end_offset)
+
+    def _fault(self, failed: StageFailed) -> None:
+        for output in self._controller.handle(failed) if self._controller else []:
+            if isinstance(output, stage.StageFault):
+                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
+
+    def _load(self, edge_id: int, record: Record) -> None:
+        """edge_id: over which it came; to the step table it is an object of the one inbound edge."""
+        controller, edges = self._controller, self._edges
+        if controller is None or self._steps is None or edges is None:
             return
         loaded = ObjectLoaded(
-            edge_id=event.edge_id,
+            edge_id=edges.inbound.edge_id,
             object_id=record.object_id,
             sequence=record.sequence,
             handle_generation=1,
@@ -185,12 +213,14 @@ class StageRole:
         )
         for output in controller.handle(loaded):
             if isinstance(output, stage.ExecuteStep):
-                self._execute(output, record, controller)
+                self._execute(output, edge_id, record, controller)
             elif isinstance(output, stage.StageFault):
                 self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
         controller.check()
 
-    def _execute(self, step: stage.ExecuteStep, record: Record, controller: stage.StageController) -> None:
+    def _execute(
+        self, step: stage.ExecuteStep, edge_id: int, record: Record, controller: stage.StageController
+    ) -> None:
         from worker.engine.stage_steps import StepError
 
         assert self._steps is not None
@@ -201,16 +231,23 @@ class StageRole:
         fact: Message = StepCompleted(step_id=step.step_id)
         try:
             for out in self._steps.run(record, self._mailbox.is_cancelled, self._page.bump):
+                self._feed_back(out)
                 self._port.write(generation, step.output_edge_ids[0], out)
         except StepError as error:
             detail = f"{error} (object {record.object_id}, sequence {record.sequence})"
             fact = StageFailed(reason=error.reason, detail=detail)
         for output in controller.handle(fact):
             if isinstance(output, stage.ReleaseInputHandle):
-                self._port.consumed(generation, step.input_edge_id, record.end_offset)
+                self._port.consumed(generation, edge_id, record.end_offset)
             elif isinstance(output, stage.StageFault):
                 self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
         self._page.enter(Phase.IDLE)
+
+    def _feed_back(self, out: Record) -> None:
+        """Before anything else: the first stage waits for it."""
+        edge = self._edges.feedback_out if self._edges else None
+        if edge is not None and (token := fed_back(out)) is not None:
+            self._port.write(self._generation, edge.edge_id, token)
 
     # --- the end ----------------------------------------------------------------------------------------------
     def _close(self, _message: CloseEdges) -> None:

@@ -76,6 +76,8 @@ class ActivePipelinePrompt:
     emitted: int = 0
     """Pieces whose text is out; more than `answered` after a replay."""
     text: list[str] = field(default_factory=list)
+    is_open: bool = False
+    """The stages wait for the next object of its sequence."""
     flushed: bool = False
     """The decoder was told that it is over."""
 
@@ -97,7 +99,7 @@ class PipelinePromptRuntime:
         """New edges: their sequences begin with 0."""
         self._stages = tuple(run.stage_actors)
         self._encode_actor, self._decode_actor = run.encode_actor, run.decode_actor
-        self._max_context = run.max_context
+        self._max_context, self._feedback = run.max_context, run.feedback
         self._token_in, self._token_out = 1, len(run.stage_actors) + 1
         self._next_in = 0
         self._expected_out = 0
@@ -161,11 +163,20 @@ class PipelinePromptRuntime:
             self._inject(active, [token], ctx, begin=False)
         return []
 
+    def _close_sequence(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
+        """Where the last stage feeds tokens back by itself, the stages may have run one object ahead: an empty one in
+        its place says that no more is wanted. What comes out for it is dropped."""
+        if active.is_open and self._feedback:
+            sequence, self._next_in = self._next_in, self._next_in + 1
+            write_token_in(self._token_in, Record(sequence, sequence, b"", end=True), ctx)
+        active.is_open = False
+
     def _inject(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx, *, begin: bool) -> None:
         sequence, self._next_in = self._next_in, self._next_in + 1
         if begin:
             detail = {"edge_id": self._token_in, "sequence": sequence, "tokens": len(tokens), "begin_sequence": True}
             self._records.emit(ctx, "pipeline_token_in", "started", active.work, detail)
+        active.is_open = True
         record = Record(sequence, sequence, encode_tokens(tokens), begin=begin, end=True)
         write_token_in(self._token_in, record, ctx)
 
@@ -228,6 +239,7 @@ class PipelinePromptRuntime:
         if at < active.generated:
             return self._repeated(active, at, token, ctx)
         if record.end:
+            active.is_open = False
             self._end(active, "stop")
             self._decode(active, [], ctx)
             return []
@@ -239,6 +251,8 @@ class PipelinePromptRuntime:
             self._end(active, "context")
         else:
             self._inject(active, [token], ctx, begin=False)
+        if active.finish:
+            self._close_sequence(active, ctx)
         self._decode(active, [token], ctx)
         return []
 
@@ -299,6 +313,7 @@ class PipelinePromptRuntime:
             finish_reason=reason,
         )
         self._leave_decoder(active, ctx)
+        self._close_sequence(active, ctx)
         self._active = None
         delta: list[PromptEvent] = [TextDelta(request_id=prompt_id, text=text, tokens=tokens)] if text or tokens else []
         return [*delta, done]
@@ -319,6 +334,7 @@ class PipelinePromptRuntime:
 
     def _cancel_stages(self, active: ActivePipelinePrompt, stages: tuple[bytes, ...], ctx: Ctx) -> None:
         self._leave_decoder(active, ctx)
+        self._close_sequence(active, ctx)
         for stage in stages:
             ctx.send(stage, CancelRequest(request_id=active.work.prompt_id))
 
@@ -349,7 +365,7 @@ class PipelinePromptRuntime:
         active = self._active
         assert active is not None and active.work is work
         active.asked = active.answered = 0
-        active.flushed = False
+        active.flushed = active.is_open = False
         if active.state is State.ENCODING:
             self._encode(work, ctx)
         elif active.state is not State.ENDING:

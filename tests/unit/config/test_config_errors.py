@@ -317,6 +317,11 @@ def test_schema(world: World, toml: str, sentence: str) -> None:
             "started by hand: remove the key",
         ),
         (
+            CACHED + '[pipeline]\nfeedback = "direct"',
+            'c.toml: [pipeline].feedback = "direct" needs two stages or more: set [runtime].pipeline_stages, or remove '
+            "the key",
+        ),
+        (
             CACHED + 'gguf_local_path = "other.gguf"',
             'c.toml: [model].gguf_local_path = "other.gguf" and [model].cached_path name two models: '
             "remove one of them",

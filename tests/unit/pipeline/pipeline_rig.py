@@ -127,6 +127,9 @@ class PipelineRig(Rig):
 
     def token(self, record: Record) -> None:
         """The pipeline's answer to a token-in record."""
+        if not record.payload:
+            self.token_out(Record(record.object_id, self.out_sequence, b""))
+            return
         self.generated = 1 if record.begin else self.generated + 1
         eos = self.generated > self.length
         token = EOS if eos else 9 + self.generated
