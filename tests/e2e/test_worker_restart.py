@@ -71,6 +71,15 @@ def test_a_stage_that_is_killed_is_replaced_and_the_answer_goes_on(
     assert started.detail["replaced_node_ids"] == [2 + stage]
 
 
+def test_the_middle_of_three_is_replaced_where_tokens_are_fed_back_directly() -> None:
+    feedback = '[pipeline]\nfeedback = "direct"\n'
+    with Stack(args=("--pipeline-stages", "3"), runtime=RESTART, config=feedback) as stack:
+        undisturbed = ended(begun(stack, 1))
+        asker = begun(stack, 12)
+        os.kill(stage_pid(stack, "agent", 1), signal.SIGKILL)
+        assert facts(ended(asker)) == facts(undisturbed)
+
+
 def test_the_run_still_stops_as_ever(two: Stack) -> None:
     assert two.ask("Hi", max_tokens=2).tokens_generated == 2
     two.say("stop\n")
