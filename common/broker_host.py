@@ -23,6 +23,8 @@ from common.security import SecurityError, read_bus_file
 WAITED_NS = 25_000  # a poll that finds something at once takes a fifth of this
 TAP_LOOK_MS = 1000
 """How long a new listener at the tap may wait. It is not polled for: each socket there slows every turn."""
+TAP_LOOK_YOUNG_MS, TAP_YOUNG_MS = 10, 3000
+"""Who listens from the start of a run wants its first words, too."""
 
 
 class _Ports:
@@ -99,7 +101,7 @@ class BrokerHost(BaseHost):
         if bus_file.uplink_endpoints:
             self._ports.uplink = Dealers(bus, bus_file.uplink_endpoints, bus_file.uplink_key, bus_file.keys)
         self._due_ms = 0
-        self._tap_at_ms = 0
+        self._tap_at_ms = self._young_until_ms = 0
         self._budget = DRAIN_FRAMES_MAX
         self.pure.start()
 
@@ -144,7 +146,8 @@ class BrokerHost(BaseHost):
         if self.sockets.zap in ready:
             self.sockets.answer_zap()
         if now_ms >= self._tap_at_ms:
-            self._tap_at_ms = now_ms + TAP_LOOK_MS
+            self._young_until_ms = self._young_until_ms or now_ms + TAP_YOUNG_MS
+            self._tap_at_ms = now_ms + (TAP_LOOK_YOUNG_MS if now_ms < self._young_until_ms else TAP_LOOK_MS)
             self.sockets.drain_tap()
 
         def on_frame(plane: Plane, conn: bytes, data: bytes, key: Callable[[], bytes]) -> None:

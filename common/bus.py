@@ -23,6 +23,7 @@ if zmq.zmq_version_info() < (4, 3, 5):
 HWM = {Plane.CONTROL: 1000, Plane.PROMPT: 2000, Plane.EDGE: 2000, Plane.STREAM: 10_000}
 HANDSHAKE_MS = 5000
 RECONNECT_MS, RECONNECT_MS_MAX = 100, 2000
+TAP_RECONNECT_MS = 10  # a tap may be there before its broker, whose first words count
 DRAIN_FRAMES_MAX = 200
 """Frames taken from one socket before the next plane has its turn."""
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -344,6 +345,7 @@ class TapReader:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(keys.public))
             socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.secret))
             socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.setsockopt(zmq.RECONNECT_IVL, TAP_RECONNECT_MS)
             socket.connect(endpoint)
             self._sockets[name] = socket
             self._poller.register(socket, zmq.POLLIN)

@@ -32,6 +32,7 @@ from tools.tap_story import Story
 
 TEXT_CHARS_MAX = 120
 IDLE_MS = 500
+WAIT_POLL_S = 0.02  # a run says the first things a third of a second after its bus files are there
 ENTRY_BYTES_MAX = 2 * ENVELOPE_BYTES_MAX
 
 EXAMPLES = """examples:
@@ -42,6 +43,7 @@ EXAMPLES = """examples:
   mvp-tap --read run.tap --tree 7          what message or request 7 caused, and what caused it
   mvp-tap --stats                          rates and latency per message type and link; --every 5 for each 5 s
   mvp-tap --live                           the same on the whole screen, with the newest envelopes
+  mvp-tap --wait --record run.tap          the next run from its start, for mvp-replay
   mvp-tap --record run.tap                 keep everything; mvp-tap --read run.tap shows it again
 """
 
@@ -83,6 +85,16 @@ def newest_run() -> Path:
     if not found:
         raise TapError("no run is going on here; name its tap.json with --bus")
     return max(found)[1]
+
+
+def next_run(known: frozenset[Path]) -> Path:
+    """The tap's bus file of a run that is not among those known, as soon as there is one."""
+    while True:
+        with contextlib.suppress(TapError):
+            found = newest_run()
+            if found not in known:
+                return found
+        time.sleep(WAIT_POLL_S)
 
 
 def live(bus: Path) -> Iterator[tuple[str, bytes] | None]:
@@ -184,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--bus", type=Path, metavar="FILE", help="the run's tap.json (default: the newest run here)")
+    parser.add_argument("--wait", action="store_true", help="listen to the next run that starts here, from its start")
     parser.add_argument("--type", action="append", default=[], metavar="NAME", help="message types, by name or tag")
     parser.add_argument("--actor", default="", metavar="NAME", help="to or from: a name, or the start of a key in hex")
     parser.add_argument("--run", default="", metavar="HEX", help="envelopes of the run whose nonce begins so")
@@ -266,6 +279,21 @@ def _tree(lines: Iterator[Line | None], names: Names, number: int) -> int:
     return 0 if told else 1
 
 
+def _where(args: argparse.Namespace) -> Path:
+    """The bus file to listen with. Raises TapError."""
+    if args.bus is None and not args.wait:
+        return newest_run().absolute()
+    if args.bus is not None:
+        while args.wait and not args.bus.exists():
+            time.sleep(WAIT_POLL_S)
+        return Path(args.bus).absolute()
+    known: frozenset[Path] = frozenset()
+    with contextlib.suppress(TapError):
+        known = frozenset([newest_run()])
+    print("mvp-tap: waiting for a run to start; Ctrl-C ends", file=sys.stderr)
+    return next_run(known).absolute()
+
+
 def _run(args: argparse.Namespace) -> int:
     wanted = Filter(
         frozenset(name.lower() for name in args.type),
@@ -278,7 +306,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.live and not sys.stdout.isatty():
         raise TapError("--live needs a terminal; --stats --every 5 is for files and pipes")
     names = Names()
-    source = recorded(args.read) if args.read else live((args.bus or newest_run()).absolute())
+    source = recorded(args.read) if args.read else live(_where(args))
     lines = _wanted(_kept(source, args.record), wanted, names)
     if args.tree is not None:
         return _tree(lines, names, args.tree)

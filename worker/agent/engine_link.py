@@ -54,7 +54,6 @@ FROM_ENGINE: tuple[type[Message], ...] = (
     EdgeMoved,
     EdgesClosed,
     EdgeCarry,
-    EdgeMoved,
     EngineBegun,
     StageFaulted,
 )

@@ -1,0 +1,69 @@
+"""A real run recorded from its start, and its core on the recording: the same, unless something was changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.messages.provision import NodeStarted
+from tests.e2e.stack import Stack, wait_for
+from tools import replay, tap
+from tools.replay import Replay, read
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("replay") / "run.tap"
+    stack = Stack()
+    bus = stack.run_dir / "bus" / "tap.json"
+    command = [sys.executable, "-P", "-m", "tools.tap", "--wait", "--bus", str(bus), "--record", str(file), "--stats"]
+    listener = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        # Imported and polling before there is anything to miss.
+        wait_for("the tap", lambda: b"pyzmq" in Path(f"/proc/{listener.pid}/maps").read_bytes(), 60)
+        with stack:
+            stack.ask("Name three primary colors.", max_tokens=8)
+            stack.say("stop\n")
+            stack.assert_stopped("stdin")
+            out, _ = listener.communicate(timeout=60)
+    finally:
+        if listener.poll() is None:
+            listener.kill()
+    assert "TextDelta" in out and "PrepareProvider" in out
+    return file
+
+
+@pytest.mark.e2e
+def test_the_core_says_what_it_said(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main([str(recording)]) == 0, capsys.readouterr().out
+    assert "the core says what it said" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
+def test_an_input_that_is_missing_is_where_it_diverges(recording: Path) -> None:
+    passed = [one for one in read(recording) if not isinstance(one.message, NodeStarted)]
+    found = Replay(passed).run().divergences()
+    assert "recorded provider_start ready of node 1" in found[0], found
+    assert any("RuntimeReadyAck" in sentence and sentence.startswith("recorded only") for sentence in found)
+
+
+@pytest.mark.e2e
+def test_what_a_prompt_caused_is_in_the_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = next(one for one in read(recording) if type(one.message).__name__ == "InferPrompt")
+    assert tap.main(["--read", str(recording), "--tree", str(asked.envelope.id)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if "InferPrompt" in line)
+    assert any("TextDelta" in line for line in lines[at + 1 :])
+
+
+def test_what_cannot_be_replayed_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main([str(tmp_path / "none")]) == 1
+    (tmp_path / "empty").touch()
+    assert replay.main([str(tmp_path / "empty")]) == 1
+    (tmp_path / "junk").write_bytes(b"\xff" * 100)
+    assert replay.main([str(tmp_path / "junk")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and all(line.startswith("mvp-replay: ") for line in errors), errors
