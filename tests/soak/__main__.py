@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 from tests.e2e.stack import Stack, StackError, wait_for
@@ -77,7 +76,7 @@ class Soak:
                 self.unplanned.append(f"the last run ended with {status}: {self._stack.stderr.strip()}")
             self._stack.assert_nothing_left(2.0)
             records = self._prompts_on_record()
-        return self._figures(asdict(prompter.tally), records)
+        return self._figures(prompter.tally.as_dict(), records)
 
     def _serving(self) -> None:
         self.runs += 1

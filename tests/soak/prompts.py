@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 PERIOD_S = 1.0
 PROMPTS = ("Name three primary colors.", "What is the sea?", "Count to five.", "Who are you?")
@@ -34,6 +35,11 @@ class Tally:
     unended: int = 0
     doubled: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        counts = {name: getattr(self, name) for name in self.__slots__}
+        return {**counts, "faults": dict(self.faults)}
 
 
 class Prompter:
