@@ -45,30 +45,37 @@ UPLINK = b"\x00uplink"
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a key may be; the run fields are for people and for worker keys."""
+    """What a key may be; the run fields are for people and for worker keys.
+
+    operator: at a relay, the router whose node this is (empty for a router itself): nodes reach only that router and
+    its other nodes.
+    """
 
     role: Role
     run: bytes = NO_RUN
     node_id: int = 0
     logical_id: str = ""
+    operator: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBound:
-    """Event for the broker's own actor: a node said Hello with this boot on the control plane."""
+    """Event for the broker's own actor: a node said Hello with this boot. operator: whose node it is."""
 
     key: bytes
     boot: int
     role: Role
+    operator: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """Event for the broker's own actor. reason: "goodbye" | "revoked" | "silent"."""
+    """Event for the broker's own actor. reason: "goodbye" | "revoked" | "silent". operator: whose node it was."""
 
     key: bytes
     boot: int
     reason: str
+    operator: bytes = b""
 
 
 Verdict = str
@@ -80,8 +87,8 @@ class Broker:
 
     def __init__(self, key: bytes, boot: int, role: Role, admitted: Mapping[bytes, Admission]) -> None:
         self.key, self.boot, self.role = key, boot, role
-        self.router_key = key if role is Role.ROUTER else b""
-        self.router_boot = boot if role is Role.ROUTER else 0
+        self.routers: dict[bytes, int] = {key: boot} if role is Role.ROUTER else {}
+        """Router → boot: the own one, or every operator's that has said Hello to this relay."""
         self.admitted: dict[bytes, Admission] = dict(admitted)
         self.owners: dict[bytes, bytes] = {}
         """The router's route view, actor → node: rule 6. Empty at a relay."""
@@ -111,8 +118,10 @@ class Broker:
 
     def revoke(self, key: bytes) -> None:
         """Out, at once: libzmq keeps an established connection, so its bindings go here (anchors.md A5-4)."""
-        self.admitted.pop(key, None)
-        self._forget(key, "revoked")
+        if key in self.admitted:
+            operator = self.operator_of(key)
+            del self.admitted[key]
+            self._forget(key, "revoked", operator)
 
     def _unbind(self, plane: Plane, key: bytes) -> None:
         if conn := self._conn_of.pop((plane, key), None):
@@ -136,19 +145,28 @@ class Broker:
         if others:
             self._leaving[key] = now_ms
 
-    def _forget(self, key: bytes, reason: str) -> None:
+    def _forget(self, key: bytes, reason: str, operator: bytes = b"") -> None:
         for plane in Plane:
             self._unbind(plane, key)
         self._heard_ms.pop(key, None)
         self._leaving.pop(key, None)
         if (boot := self._boot_of.pop(key, None)) is not None:
-            self.events.append(NodeGone(key, boot, reason))
+            self.events.append(NodeGone(key, boot, reason, operator or self.operator_of(key)))
 
     def bound(self) -> list[NodeBound]:
         """Every node bound here, for a router that starts anew."""
         return [
-            NodeBound(key, boot, self.admitted[key].role) for key, boot in self._boot_of.items() if key in self.admitted
+            NodeBound(key, boot, self.admitted[key].role, self.operator_of(key))
+            for key, boot in self._boot_of.items()
+            if key in self.admitted
         ]
+
+    def operator_of(self, key: bytes) -> bytes:
+        """The router whose node an admitted key is; of a router, itself."""
+        if self.role is Role.ROUTER:
+            return self.key
+        admission = self.admitted[key]
+        return key if admission.role is Role.ROUTER else admission.operator
 
     def is_bound(self, plane: Plane, conn: bytes) -> bool:
         """Whether this connection has said Hello: then its key need not be read again."""
@@ -192,17 +210,20 @@ class Broker:
         if allowed is not None and header.src_node == source and admission.role not in allowed:
             return self._undeliverable(conn, plane, header, source, "refused")
         if header.dst_node == self.key:
+            if header.src_node != source:
+                # What a router passes on is for nodes. In another operator's name it would be obeyed here.
+                return self._undeliverable(conn, plane, header, source, "refused")
             if header.tag == HELLO:
                 return self._hello(plane, conn, source, data, now_ms)
             if header.tag == PING:
-                self._reply(conn, plane, source, self._pong(), header.id)
+                self._reply(conn, plane, source, self._pong(source), header.id)
                 return None, "local"
             if header.tag == GOODBYE:
                 self._goodbye(plane, source, now_ms)
                 return None, "local"
             return LOCAL, "local"
         # Over a broker's connection comes what others sent: an answer goes to them, by the same way.
-        return self._forward(conn, plane, header, header.src_node)
+        return self._forward(conn, plane, header, header.src_node, source)
 
     def from_uplink(self, plane: Plane, data: bytes) -> tuple[bytes | None, Verdict]:
         """A frame that the other broker forwarded to this one (router: from the relay)."""
@@ -221,30 +242,37 @@ class Broker:
                 return self._undeliverable(UPLINK, plane, header, header.src_node, "refused")
         if header.dst_node == self.key:
             return LOCAL, "local"
-        return self._forward(UPLINK, plane, header, header.src_node)
+        return self._forward(UPLINK, plane, header, header.src_node, self.relay_key)
 
     def from_local(self, plane: Plane, data: bytes) -> tuple[bytes | None, Verdict]:
         """A frame of the broker's own node."""
         header = decode_header(data)
         if header.dst_node == self.key:
             return LOCAL, "local"
-        return self._forward(LOCAL, plane, header, self.key)
+        return self._forward(LOCAL, plane, header, self.key, self.key)
 
-    def _forward(self, conn: bytes, plane: Plane, header: Header, source: bytes) -> tuple[bytes | None, Verdict]:
+    def _forward(
+        self, conn: bytes, plane: Plane, header: Header, answer_to: bytes, source: bytes
+    ) -> tuple[bytes | None, Verdict]:
+        """source: the key whose connection it came over, whoever it says that it is from."""
         owner = self.owners.get(header.dst)
         if owner is not None and owner != header.dst_node and header.dst != header.dst_node:
-            self._reply(conn, plane, source, StaleRoute(address=header.dst, owner=owner), header.id)
+            self._reply(conn, plane, answer_to, StaleRoute(address=header.dst, owner=owner), header.id)
             return None, "stale"
         target = self._conn_of.get((plane, header.dst_node))
-        if target is not None:
-            return target, "forwarded"
-        if self.role is Role.RELAY:
-            uplink = self._conn_of.get((plane, self.router_key))
+        if self.role is Role.RELAY and source != self.key:
+            operator = self.operator_of(source)
+            if target is not None and self.operator_of(header.dst_node) == operator:
+                return target, "forwarded"
+            # Another operator's node is as unknown here as one that does not exist.
+            uplink = self._conn_of.get((plane, operator))
             if uplink is not None and uplink != conn:
                 return uplink, "forwarded"
+        elif target is not None:
+            return target, "forwarded"
         elif header.dst_node in self.beyond and conn is not UPLINK:
             return UPLINK, "forwarded"
-        return self._undeliverable(conn, plane, header, source, "unbound")
+        return self._undeliverable(conn, plane, header, answer_to, "unbound")
 
     def _undeliverable(
         self, conn: bytes, plane: Plane, header: Header, source: bytes, reason: str
@@ -272,9 +300,10 @@ class Broker:
         self._conn_of[plane, key] = conn
         self._key_of[plane, conn] = key
         self._leaving.pop(key, None)
+        operator = self.operator_of(key)
         if self.role is Role.RELAY and admission.role is Role.ROUTER:
-            self.router_key, self.router_boot = key, hello.boot
-        elif self.role is Role.RELAY and not self.router_key:
+            self.routers[key] = hello.boot
+        elif operator not in self.routers:
             # A Welcome names the router; before it is here, the node asks again in 250 ms.
             self._conn_of.pop((plane, key))
             self._key_of.pop((plane, conn))
@@ -287,18 +316,18 @@ class Broker:
                 if other is not plane:
                     self._unbind(other, key)
             self._boot_of[key] = hello.boot
-            self.events.append(NodeBound(key, hello.boot, admission.role))
+            self.events.append(NodeBound(key, hello.boot, admission.role, operator))
         welcome = Welcome(
             broker_key=self.key,
             broker_boot=self.boot,
-            router_key=self.router_key,
-            router_boot=self.router_boot,
+            router_key=operator,
+            router_boot=self.routers[operator],
         )
         self._reply(conn, plane, key, welcome, envelope.id)
         return None, "local"
 
-    def _pong(self) -> Pong:
-        return Pong(broker_boot=self.boot, router_boot=self.router_boot)
+    def _pong(self, key: bytes) -> Pong:
+        return Pong(broker_boot=self.boot, router_boot=self.routers.get(self.operator_of(key), 0))
 
     def _reply(self, conn: bytes, plane: Plane, to: bytes, message: Message, corr: int) -> None:
         """A datagram of the broker itself; src_boot 0 tells it from the traffic of the broker's own node."""

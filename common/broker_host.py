@@ -7,7 +7,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -18,7 +17,7 @@ from common.broker_node import BrokerNode
 from common.bus import DRAIN_FRAMES_MAX, BrokerSockets, Bus, Dealers
 from common.host import EFFECT_ROUNDS_MAX, BaseHost, new_boot
 from common.node import Identity
-from common.security import SecurityError, read_bus_file
+from common.security import BusFile, SecurityError
 
 WAITED_NS = 25_000  # a poll that finds something at once takes a fifth of this
 TAP_LOOK_MS = 1000
@@ -58,16 +57,15 @@ class BrokerHost(BaseHost):
 
     def __init__(
         self,
-        bus_path: Path,
+        bus_file: BusFile,
         role: Role,
         make_actor: Callable[[Broker, bool], Actor],
         *,
         owner_fd: int | None = None,
         uplink_event: Callable[[bytes, int], object] | None = None,
     ) -> None:
-        bus_file = read_bus_file(bus_path)
         if bus_file.role is not role:
-            raise SecurityError(f"{bus_path} is the bus file of {bus_file.role}, not of {role}")
+            raise SecurityError(f"this is the bus file of {bus_file.role}, not of {role}")
         key = bus_file.keys.public
         identity = Identity(key, role, new_boot(), bus_file.logical_id)
         admitted = {peer: Admission(peer_role, logical_id=peer_role) for peer, peer_role in bus_file.allow.items()}

@@ -172,6 +172,10 @@ class Dealers:
             self._close(plane, LINGER_MS)
 
 
+class BindError(ValueError):
+    """An address cannot be listened at; one sentence."""
+
+
 class BrokerSockets:
     """The binding side: a ROUTER per plane, the tap and the ZAP handler."""
 
@@ -201,7 +205,10 @@ class BrokerSockets:
             self.bound[plane] = []
             for address in addresses:
                 _wan(socket, address)
-                socket.bind(address)
+                try:
+                    socket.bind(address)
+                except zmq.ZMQError as error:
+                    raise BindError(f"cannot listen at {address}: {error.strerror}; choose another address") from None
                 self.bound[plane].append(_last_endpoint(socket))
             self._routers[plane] = socket
             bus.poller.register(socket, zmq.POLLIN)

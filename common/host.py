@@ -14,12 +14,13 @@ from typing import Any
 
 from common.actors import Actor
 from common.addresses import Plane, Role
-from common.bus import Bus, Dealers, KeyPair
+from common.bus import BindError, Bus, Dealers, KeyPair
 from common.datastream import Drain, Emit, ObserverActor
 from common.effects import Effect, Exit, JobDone, Log, Observed, OwnerGone, RunJob, StopSignal
 from common.limits import EXIT_DRAIN_MS
 from common.loop import Loop
 from common.node import PLANES, Identity, Node
+from common.operator_key import OperatorKeyError
 from common.redact import Redactor
 from common.run_files import Presence
 from common.security import BusFile, SecurityError, read_bus_file
@@ -290,7 +291,7 @@ def run_main(role: Role, make: Callable[[Path, int | None], BaseHost], argv: lis
     args = parser.parse_args(argv)
     try:
         host = make(args.bus.absolute(), args.owner_fd)
-    except SecurityError as error:
+    except (SecurityError, OperatorKeyError, BindError) as error:
         say(f"{role}: {error}")
         return 1
     return host.run()

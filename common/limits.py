@@ -16,6 +16,8 @@ LINK_REBUILD_MS_MAX = 5000
 LINK_DOWN_FAILS_SENDS_MS = 5000  # S1 6.11, 10.12: a send fails when the link has been down so long
 
 ADMIT_RESEND_MS = 500  # the relay may be restarting
+RELAY_UNCONFIRMED_MS = 60_000  # a router that restarted hears from its provisioner within seconds
+RELAY_NODES_MAX = 1024  # of one operator at one relay: a person's runs, and a bound for what a hostile one costs
 RESYNC_MS = 1000  # a watcher that missed a Delta; it may be cut off for long, and each try is held 5 s anyway
 BROKER_SILENT_MS = 10_000  # a bound node that pings no more for so long is unbound; its routes are SWIM's business
 

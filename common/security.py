@@ -17,6 +17,7 @@ from typing import Any
 from common.addresses import KEY_BYTES, SERVICES, Plane, Role
 from common.bus import KeyPair, mint_keypair, public_of
 from common.door import Door, DoorError, remote_door
+from common.operator_key import OperatorKeyError, operator_key, operator_key_path
 
 SOCKET_PATH_BYTES_MAX = 100  # AF_UNIX allows 107; a path over it fails in libzmq with an unhelpful errno
 
@@ -49,6 +50,8 @@ class BusFile:
     taps: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     """For the tap's own file: broker → (endpoint of its tap, its key)."""
     door: dict[Plane, str] = field(default_factory=dict)
+    operator_key_file: str = ""
+    """Router of a run whose relay is elsewhere: the lasting key that it uses, one router at a time."""
 
     @property
     def secrets_dir(self) -> Path:
@@ -104,6 +107,7 @@ def read_bus_file(path: Path) -> BusFile:
             worker_endpoints=planes_from_json(raw.get("worker_endpoints", {})),
             taps={name: (tap["endpoint"], _key(tap["key"])) for name, tap in raw.get("taps", {}).items()},
             door=planes_from_json(raw.get("door", {})),
+            operator_key_file=raw.get("operator_key_file", ""),
         )
     except OSError as error:
         raise SecurityError(f"bus file {path}: {error.strerror}") from None
@@ -158,6 +162,8 @@ def init(directory: Path, *, relay: bool, door: Door | None = None) -> dict[Role
             (directory / name).mkdir(mode=0o700, exist_ok=True)
             (directory / name).chmod(0o700)
         return _write(directory, relay, door or Door())
+    except OperatorKeyError as error:
+        raise SecurityError(str(error)) from None
     except OSError as error:
         raise SecurityError(f"run directory {directory} is not writable: {error.strerror}") from None
 
@@ -165,9 +171,14 @@ def init(directory: Path, *, relay: bool, door: Door | None = None) -> dict[Role
 def _write(directory: Path, relay: bool, public: Door) -> dict[Role, Path]:
     roles = sorted((SERVICES | {Role.TAP}) - (set() if relay else {Role.RELAY}))
     pairs: dict[Role, KeyPair] = {}
+    lasting = operator_key_path(os.environ) if public.remote else None
     for role in roles:
         path = directory / "keys" / f"{role}.key"
-        if path.exists():
+        if role is Role.ROUTER and lasting is not None:
+            # A relay elsewhere knows this operator by it, from one run to the next.
+            pairs[role] = operator_key(lasting)
+            write_private(path, pairs[role].secret.hex().encode() + b"\n")
+        elif path.exists():
             secret = bytes.fromhex(read_secret_file(path).decode().strip())
             pairs[role] = KeyPair(public_of(secret), secret)
         else:
@@ -195,6 +206,7 @@ def _write(directory: Path, relay: bool, public: Door) -> dict[Role, Path]:
             if public.remote:
                 content["uplink_key"] = public.key.hex()
                 content["uplink_endpoints"] = planes_to_json(public.dialled())
+                content["operator_key_file"] = str(lasting)
             elif relay:
                 content["uplink_key"] = pairs[Role.RELAY].public.hex()
                 content["uplink_endpoints"] = planes_to_json(door)

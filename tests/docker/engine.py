@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import docker
+import docker.errors
 
 from services.provisioner.processes import start_time
 
@@ -49,8 +50,10 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, run_dir: Path, data: Path = CACHE) -> None:
-        self.run_dir, self.data = run_dir, data
+    def __init__(self, run_dir: Path, data: Path = CACHE, network: str = "") -> None:
+        """network: the network namespace to live in, with Docker's own bridge there; "" for this one."""
+        self.run_dir, self.data, self.network = run_dir, data, network
+        run_dir.mkdir(parents=True, exist_ok=True)
         self.host = f"unix://{run_dir}/docker.sock"
         self.environment = dict(os.environ) | {"DOCKER_HOST": self.host}
         self.live_restore = False
@@ -61,11 +64,16 @@ class TestEngine:
 
     def start(self) -> None:
         """Until it answers. Raises EngineError with the end of its log."""
-        subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["ip", "addr", "replace", BRIDGE_NET, "dev", BRIDGE], check=True)
-        subprocess.run(["ip", "link", "set", BRIDGE, "up"], check=True)
         (self.run_dir / "docker.pid").unlink(missing_ok=True)
-        command = ["dockerd", "-H", self.host, "--data-root", str(self.data / "data"), "--bridge", BRIDGE]
+        command = ["dockerd", "-H", self.host, "--data-root", str(self.data / "data")]
+        if self.network:
+            # Not `ip netns exec`: it mounts /sys anew, without the cgroups.
+            command = ["nsenter", f"--net=/run/netns/{self.network}", *command]
+        else:
+            subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(["ip", "addr", "replace", BRIDGE_NET, "dev", BRIDGE], check=True)
+            subprocess.run(["ip", "link", "set", BRIDGE, "up"], check=True)
+            command += ["--bridge", BRIDGE]
         command += ["--exec-root", str(self.run_dir / "exec"), "-p", str(self.run_dir / "docker.pid")]
         # Without CAP_SYS_RESOURCE the default of -500 cannot be set.
         command += ["--oom-score-adjust", "0", "--containerd-namespace", "smqtest", "--log-level", "warn"]
@@ -111,10 +119,14 @@ class TestEngine:
     def clear(self) -> None:
         """Remove what a test run that was killed has left in the data: images stay."""
         api = self.client()
-        for found in api.containers(all=True):
-            api.remove_container(found["Id"], force=True, v=True)
+        until = time.monotonic() + START_LIMIT_S
+        while (left := api.containers(all=True)) and time.monotonic() < until:
+            for found in left:
+                # A swarm that was left removes its own at the same time.
+                with contextlib.suppress(docker.errors.APIError):
+                    api.remove_container(found["Id"], force=True, v=True)
         for network in api.networks():
-            if network["Name"] not in ("bridge", "host", "none"):
+            if network["Name"] not in ("bridge", "host", "none", "docker_gwbridge", "ingress"):
                 api.remove_network(network["Id"])
         for volume in api.volumes()["Volumes"] or []:
             api.remove_volume(volume["Name"], force=True)
@@ -124,7 +136,8 @@ class TestEngine:
         with contextlib.suppress(Exception):
             self.clear()
         self.end()
-        subprocess.run(["ip", "link", "del", BRIDGE], stderr=subprocess.DEVNULL, check=False)
+        if not self.network:
+            subprocess.run(["ip", "link", "del", BRIDGE], stderr=subprocess.DEVNULL, check=False)
         self._lock.close()
 
     def containers(self, label: str = "swactor-mq=worker") -> list[dict[str, Any]]:

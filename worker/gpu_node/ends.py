@@ -6,9 +6,7 @@ is reachable. Either way the broker's end is the SWIM seed, and both hold the sa
 
 from __future__ import annotations
 
-import json
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,14 +15,14 @@ from typing import Any
 from common.actors import Inbox
 from common.addresses import Plane, Role
 from common.broker_host import BrokerHost
-from common.bus import KeyPair
+from common.bus import BindError, KeyPair
 from common.codec import Message
 from common.effects import Exit, SendFailed, StopSignal
 from common.host import BaseHost, Host, new_boot
 from common.messages.bus import Admit, Admitted, NameEntry, Revoke, Revoked
 from common.messages.member import NameRegister, NameRegistered
 from common.node import Identity
-from common.security import planes_to_json, write_private
+from common.security import BusFile
 from common.swim.actor import Leave, SwimActor
 from common.swim.config import PROFILES
 from services.router.core import RouterActor
@@ -160,26 +158,19 @@ def broker_end(
 
     It is its own membership service: the one route by that name is its SWIM actor's, where the other end joins.
     """
-    content = {
-        "role": Role.ROUTER,
-        "logical_id": logical_id,
-        "key_file": "keys/router.key",
-        "broker_key": keys.public.hex(),
-        "endpoints": planes_to_json(plane_endpoints(LOOPBACK, base)),
-        "tap": f"tcp://{LOOPBACK}:*",
-        "allow": {keys.public.hex(): Role.MEMBERSHIP, **{key.hex(): Role.AGENT for key in admitted}},
-    }
-    with tempfile.TemporaryDirectory(prefix="smq-gpu-") as directory:
-        run = Path(directory)
-        for name in ("keys", "bus"):
-            (run / name).mkdir(mode=0o700)
-        write_private(run / "keys" / "router.key", keys.secret.hex().encode())
-        write_private(run / "bus" / "router.json", json.dumps(content).encode())
-        try:
-            host = BrokerHost(
-                run / "bus" / "router.json", Role.ROUTER, lambda broker, relay: RouterActor(broker, relay=relay)
-            )
-        except Exception as error:  # libzmq's own errors, whose type only common/bus.py knows
-            raise EndError(f"cannot listen on {LOOPBACK}, ports {base} to {base + 3}: {error}") from None
+    bus_file = BusFile(
+        role=Role.ROUTER,
+        logical_id=logical_id,
+        run_dir=Path(),
+        broker_key=keys.public,
+        endpoints=plane_endpoints(LOOPBACK, base),
+        keys=keys,
+        tap=f"tcp://{LOOPBACK}:*",
+        allow={keys.public: Role.MEMBERSHIP, **dict.fromkeys(admitted, Role.AGENT)},
+    )
+    try:
+        host = BrokerHost(bus_file, Role.ROUTER, lambda broker, relay: RouterActor(broker, relay=relay))
+    except BindError as error:
+        raise EndError(str(error)) from None
     member = SwimActor(logical_id=logical_id, config=PROFILES[profile], role=Role.MEMBERSHIP)
     return End(host, member, inbox)

@@ -45,7 +45,11 @@ def relay() -> Broker:
         RELAY,
         6,
         Role.RELAY,
-        {ROUTER: Admission(Role.ROUTER), AGENT: Admission(Role.AGENT), OTHER: Admission(Role.AGENT)},
+        {
+            ROUTER: Admission(Role.ROUTER),
+            AGENT: Admission(Role.AGENT, operator=ROUTER),
+            OTHER: Admission(Role.AGENT, operator=ROUTER),
+        },
     )
 
 
@@ -106,7 +110,7 @@ def test_hello_binds_and_is_welcomed_with_both_boots() -> None:
     broker = router()
     assert give(broker, b"c1", hello(AGENT), of=AGENT, plane=C) == (None, "local")
     assert replies(broker) == [(b"c1", Welcome(broker_key=ROUTER, broker_boot=5, router_key=ROUTER, router_boot=5))]
-    assert broker.events == [NodeBound(AGENT, 1, Role.AGENT)]
+    assert broker.events == [NodeBound(AGENT, 1, Role.AGENT, ROUTER)]
     assert broker.is_bound(C, b"c1") and not broker.is_bound(P, b"c1")
 
 
@@ -256,13 +260,59 @@ def test_a_stamp_against_the_route_view_is_stale() -> None:
     assert broker.from_local(P, frame(ASK, ROUTER, ROUTER))[0] is LOCAL
 
 
+# --- a relay of several operators: design.md 3 ---------------------------------------------------------------------
+HOSTILE, SPY = b"h" * 32, b"s" * 32
+
+
+def shared_relay() -> Broker:
+    broker = relay()
+    broker.admit(HOSTILE, Admission(Role.ROUTER))
+    broker.admit(SPY, Admission(Role.AGENT, operator=HOSTILE))
+    for operator, boot in ((ROUTER, 5), (HOSTILE, 7)):
+        for plane in (C, P):
+            give(broker, operator[:1], hello(operator, boot=boot), of=operator, plane=plane)
+    bind(broker, AGENT, SPY)
+    return broker
+
+
+def test_operators_of_one_relay_reach_only_their_own_nodes() -> None:
+    broker = shared_relay()
+    assert give(broker, b"h", frame(ASK, HOSTILE, SPY)) == (b"s", "forwarded")
+    for target in (AGENT, ROUTER, OTHER):
+        assert give(broker, b"h", frame(ASK, HOSTILE, target)) == (None, "unbound"), "as one that does not exist"
+        assert give(broker, b"h", frame(ASK, ROUTER, target)) == (None, "unbound"), "nor in the other's name"
+        assert give(broker, b"s", frame(ANSWER, SPY, target)) == (b"h", "forwarded"), (
+            "up to its own operator, no further"
+        )
+    assert give(broker, b"a", frame(ANSWER, AGENT, SPY)) == (b"r", "forwarded")
+    assert give(broker, b"r", frame(ASK, GATEWAY, SPY)) == (None, "unbound")
+
+
+def test_nobody_gives_the_relay_orders_in_another_operators_name() -> None:
+    broker = shared_relay()
+    for order in (Admit(key=SPY, role=Role.AGENT, run=NO_RUN, node_id=1), Goodbye()):
+        assert give(broker, b"h", frame(order, ROUTER, RELAY), plane=C) == (None, "refused")
+    assert broker.is_bound(C, b"r")
+    assert give(broker, b"h", frame(Admit(key=SPY, role=Role.AGENT, run=NO_RUN, node_id=1), HOSTILE, RELAY))[0] is LOCAL
+
+
+def test_a_welcome_and_a_pong_name_the_nodes_own_router() -> None:
+    broker = shared_relay()
+    give(broker, b"n", hello(SPY, boot=3), of=SPY)
+    give(broker, b"a", frame(Ping(), AGENT, RELAY))
+    assert [message for _, message in replies(broker)] == [
+        Welcome(broker_key=RELAY, broker_boot=6, router_key=HOSTILE, router_boot=7),
+        Pong(broker_boot=6, router_boot=5),
+    ]
+
+
 # --- leaving -------------------------------------------------------------------------------------------------------
 def test_goodbye_ends_a_node_at_once_and_lets_its_last_words_through() -> None:
     broker = router()
     bind(broker, GATEWAY, AGENT)
     broker.events.clear()
     assert give(broker, b"a", frame(Goodbye(), AGENT, ROUTER, seq=0), plane=C, now=100) == (None, "local")
-    assert broker.events == [NodeGone(AGENT, 1, "goodbye")]
+    assert broker.events == [NodeGone(AGENT, 1, "goodbye", ROUTER)]
     assert give(broker, b"a", frame(ANSWER, AGENT, GATEWAY)) == (b"g", "forwarded")
     give(broker, b"a", frame(Goodbye(), AGENT, ROUTER, seq=0), plane=P)
     assert not broker.is_bound(P, b"a")
@@ -288,7 +338,7 @@ def test_a_silent_node_is_unbound() -> None:
     broker.events.clear()
     give(broker, b"g", frame(Ping(), GATEWAY, ROUTER, seq=0), plane=C, now=5000)
     broker.tick(BROKER_SILENT_MS + 1)
-    assert broker.events == [NodeGone(AGENT, 1, "silent")]
+    assert broker.events == [NodeGone(AGENT, 1, "silent", ROUTER)]
     assert {node.key for node in broker.bound()} == {GATEWAY}
 
 
@@ -298,7 +348,7 @@ def test_revocation_makes_a_live_connection_mute_and_deaf() -> None:
     broker.events.clear()
     broker.revoke(AGENT)
     broker.revoke(AGENT)
-    assert broker.events == [NodeGone(AGENT, 1, "revoked")]
+    assert broker.events == [NodeGone(AGENT, 1, "revoked", ROUTER)]
     assert not broker.admits(AGENT)
     assert give(broker, b"a", frame(ANSWER, AGENT, GATEWAY), of=AGENT) == (None, "reintroduce")
     assert give(broker, b"a", hello(AGENT), of=AGENT) == (None, "refused")
