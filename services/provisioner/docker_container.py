@@ -6,45 +6,28 @@ end is followed by a look at the container. SDK traps: providers.md B1.
 
 from __future__ import annotations
 
-import calendar
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import docker.errors
-import requests.exceptions
 
 from services.provisioner import processes
 from services.provisioner.docker_engine import Engine, EngineGone, Missing
+from services.provisioner.docker_logs import RETRY_S, LogFollowers
 from services.provisioner.docker_spec import WORKER_PROGRAM
-from services.provisioner.lines import LineSplitter, bridge_frame
 from services.provisioner.plugin import (
     Exited,
     Failed,
-    PluginObservation,
     ProviderError,
     ProviderLine,
     Sink,
-    StderrLine,
-    StdoutLine,
 )
 
 ENGINE_GONE_LIMIT_S = 30  # an engine that is upgraded is back within seconds; then its containers are looked at again
-RETRY_S = 0.5
 DRAIN_S = 5  # the last lines, after the container ended
 STOP_MARGIN_S = 10  # the engine's own time beside the grace
-STAMP_BYTES = len("2026-11-30T06:32:07.111882466Z")
-
-
-@dataclass(slots=True)
-class Seen:
-    """How far a log was read: the newest timestamp, and how many frames bore it (the pieces of one long line do)."""
-
-    stamp: str = ""
-    count: int = 0
 
 
 class Container:
@@ -52,19 +35,15 @@ class Container:
 
     def __init__(self, engine: Engine, container: str, sink: Sink, redact: Callable[[bytes], bytes]) -> None:
         self.id = container
-        self._engine, self._sink, self._redact = engine, sink, redact
+        self._engine = engine
         self._stopping = False
         self._over = threading.Event()
         self._gone = threading.Event()
-        self._readers = [
-            threading.Thread(target=self._follow, args=(name,), name=f"{name}-{container[:12]}", daemon=True)
-            for name in ("stdout", "stderr")
-        ]
+        self._logs = LogFollowers(container, self._read, self._over, self._ended_already, sink, redact)
 
     def follow(self) -> None:
         """Start. Daemons: they may not keep a dying provisioner alive."""
-        for reader in self._readers:
-            reader.start()
+        self._logs.start()
         threading.Thread(target=self._watch, name=f"wait-{self.id[:12]}", daemon=True).start()
 
     # --- stopping -------------------------------------------------------------------------------------------------
@@ -104,9 +83,8 @@ class Container:
         except Exception as error:  # unwatched is as good as lost: the run must hear of it
             end = Failed(f"container {self.id[:12]} can no longer be watched: {error}")
         self._over.set()
-        for reader in self._readers:
-            reader.join(DRAIN_S)
-        self._emit(end)
+        self._logs.join(DRAIN_S)
+        self._logs.emit(end)
         self._gone.set()
 
     def _end(self) -> Exited | Failed:
@@ -129,7 +107,7 @@ class Container:
             if state.get("Status") not in ("running", "paused", "restarting", "created"):
                 return self._ended(state, engine_died=bool(lost_at))
             if lost_at:
-                self._emit(ProviderLine("the Docker engine is back and the worker still runs"))
+                self._logs.emit(ProviderLine("the Docker engine is back and the worker still runs"))
             lost_at = 0.0
 
     def _ended(self, state: dict[str, Any], engine_died: bool) -> Exited:
@@ -158,41 +136,14 @@ class Container:
         return Exited(status, reason)
 
     # --- lines ----------------------------------------------------------------------------------------------------
-    def _follow(self, stream: str) -> None:
-        splitter = LineSplitter(self._redact)
-        make = self._out if stream == "stdout" else StderrLine
-        seen = Seen()
-        last = False
-        while True:
-            with contextlib.suppress(
-                ProviderError, docker.errors.DockerException, requests.exceptions.RequestException, OSError, ValueError
-            ):
-                for data in self._frames(stream, seen, follow=not last):
-                    for line in splitter.feed(data):
-                        self._emit(make(line))
-            if last:
-                break
-            # Once more after the end: a followed stream may end before the last words.
-            last = self._over.is_set() or self._ended_already() or self._over.wait(RETRY_S)
-        for line in splitter.flush():
-            self._emit(make(line))
-
-    def _frames(self, stream: str, seen: Seen, follow: bool) -> Iterator[bytes]:
-        """Every frame that was not seen yet: after a gap nothing comes twice."""
+    def _read(self, stream: str, since: int, follow: bool) -> Iterator[bytes]:
         more: dict[str, Any] = {"stdout": stream == "stdout", "stderr": stream == "stderr"}
-        if seen.stamp:
-            more["since"] = _seconds(seen.stamp)
-        skip = replace(seen)
-        for frame in self._engine.stream().logs(self.id, stream=True, follow=follow, timestamps=True, **more):
-            stamp, data = frame[:STAMP_BYTES].decode("ascii", "replace"), frame[STAMP_BYTES + 1 :]
-            if stamp < skip.stamp:
-                continue
-            if stamp == skip.stamp and skip.count:
-                skip.count -= 1
-                continue
-            seen.count = seen.count + 1 if stamp == seen.stamp else 1
-            seen.stamp = stamp
-            yield data
+        if since:
+            more["since"] = since
+        frames: Iterator[bytes] = self._engine.stream().logs(
+            self.id, stream=True, follow=follow, timestamps=True, **more
+        )
+        return frames
 
     def _ended_already(self) -> bool:
         try:
@@ -201,19 +152,3 @@ class Container:
             return True
         except ProviderError:
             return False
-
-    @staticmethod
-    def _out(line: str) -> PluginObservation:
-        return bridge_frame(line) or StdoutLine(line)
-
-    def _emit(self, observation: PluginObservation) -> None:
-        try:
-            self._sink(observation)
-        except Exception as error:  # the follower must live on
-            with contextlib.suppress(Exception):
-                self._sink(ProviderLine(f"an observation was lost: {error}"))
-
-
-def _seconds(stamp: str) -> int:
-    """Whole Unix seconds of a log timestamp, which is always UTC with nine decimals."""
-    return calendar.timegm(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S"))

@@ -36,6 +36,22 @@ def _docker(inputs: ProviderInputs) -> ProvisionPlugin:
     )
 
 
+def _swarm(inputs: ProviderInputs) -> ProvisionPlugin:
+    # Imported on use, as for docker.
+    from services.provisioner.swarm_provider import SwarmProvider
+
+    config = inputs.config
+    return SwarmProvider(
+        config.image,
+        config.docker_gpus,
+        config.docker_pull,
+        config.swarm_constraints,
+        inputs.owner,
+        inputs.environment,
+        inputs.redact,
+    )
+
+
 def _vastai(inputs: ProviderInputs) -> ProvisionPlugin:
     # Imported on use: httpx costs a tenth of a second.
     from services.provisioner.vastai_provider import VastAiProvider
@@ -51,6 +67,7 @@ _PROVIDERS: dict[str, Callable[[ProviderInputs], ProvisionPlugin]] = {
         inputs.config.worker_bin, inputs.environment, inputs.redact, fleet=inputs.owner.fleet
     ),
     "docker": _docker,
+    "swarm": _swarm,
     "vastai": _vastai,
     "external": lambda _: ExternalProvider(),
 }

@@ -15,7 +15,8 @@ import pytest
 from common.messages.provision import NodeProvisionSpec
 from services.provisioner.docker_provider import DockerProvider
 from services.provisioner.plugin import Owner, PluginNodeHandle
-from tests.docker.engine import HABIT_IMAGE, WORKER_IMAGE, EngineError, TestEngine, why_not
+from tests.docker.engine import HABIT_IMAGE, SWARM_HABIT_IMAGE, WORKER_IMAGE, EngineError, TestEngine, why_not
+from tests.docker.swarm_engines import TestSwarm
 from tests.unit.provisioner.conftest import Watched
 
 HERE = Path(__file__).parent
@@ -90,3 +91,21 @@ def stage(engine: TestEngine, tmp_path: Path) -> Iterator[Stage]:
     left = engine.containers()
     for found in left:
         engine.client().remove_container(found["Id"], force=True, v=True)
+
+
+@pytest.fixture(scope="session")
+def swarm(engine: TestEngine, worker_image: str) -> Iterator[TestSwarm]:
+    """Two engines in two network namespaces, joined, with the worker's and the habit image on both."""
+    folder = Path(tempfile.mkdtemp(prefix="smq-swarm-", dir="/tmp"))
+    engine.build("Dockerfile", SWARM_HABIT_IMAGE, HERE / "habits", RUN_AS="4711:4711")
+    made = TestSwarm(folder)
+    try:
+        made.start()
+        for image in (SWARM_HABIT_IMAGE, worker_image):
+            made.load(image, engine)
+        yield made
+    except EngineError as error:
+        pytest.fail(str(error))
+    finally:
+        made.close()
+        shutil.rmtree(folder, ignore_errors=True)

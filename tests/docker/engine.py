@@ -28,6 +28,7 @@ BASE = "debian:bookworm-slim"
 WORKER_IMAGE = "swactor-mvp-node:latest"
 SERVICES_IMAGE = "swactor-mvp-services:latest"
 HABIT_IMAGE = "smq-test-habits:latest"
+SWARM_HABIT_IMAGE = "smq-test-swarm-habits:latest"
 START_LIMIT_S = 30
 
 
@@ -163,11 +164,11 @@ class TestEngine:
         api.import_image_from_file(str(tar), repository=name, tag=version)
         tar.unlink()
 
-    def build(self, dockerfile: str, tag: str, path: Path = ROOT) -> None:
-        """The classic builder, as every engine has it; unchanged layers come from its cache."""
+    def build(self, dockerfile: str, tag: str, path: Path = ROOT, **arguments: str) -> None:
+        """The classic builder; unchanged layers come from its cache. arguments: those of the build."""
         lines = []
         for line in self.client().build(
-            path=str(path), dockerfile=dockerfile, tag=tag, rm=True, decode=True, timeout=600
+            path=str(path), dockerfile=dockerfile, tag=tag, rm=True, decode=True, timeout=600, buildargs=arguments
         ):
             lines.append(str(line.get("stream", line)).rstrip())
             if "error" in line:

@@ -81,6 +81,30 @@ class TestSwarm:
         self.second.client().join_swarm([NODES[0][1]], token, listen_addr=NODES[1][1], advertise_addr=NODES[1][1])
         self.wait_nodes("ready", "ready")
 
+    def clear(self) -> None:
+        """No service and no secret; what ran is gone."""
+        api = self.manager.client()
+        for service in api.services():
+            api.remove_service(service["ID"])
+        for secret in api.secrets():
+            api.remove_secret(secret["ID"])
+        until = time.monotonic() + DOWN_S
+        while self.workers() and time.monotonic() < until:
+            time.sleep(0.2)
+
+    def workers(self) -> list[str]:
+        """Containers of workers, on both nodes, as "node1 running"."""
+        found = []
+        for number, engine in enumerate(self.engines):
+            with contextlib.suppress(Exception):
+                found += [f"node{number + 1} {item['State']}" for item in engine.containers()]
+        return found
+
+    def left(self) -> tuple[list[str], list[str]]:
+        """Names of the services and secrets that the swarm has."""
+        api = self.manager.client()
+        return [item["Spec"]["Name"] for item in api.services()], [item["Spec"]["Name"] for item in api.secrets()]
+
     def load(self, image: str, source: TestEngine) -> None:
         """Copy an image from another engine to both, unless they have it."""
         wanted = source.client().inspect_image(image)["Id"]

@@ -10,8 +10,8 @@ import docker
 import pytest
 
 from common.messages.provision import NodeProvisionSpec, ProviderMount
-from services.provisioner.docker_container import _seconds
 from services.provisioner.docker_engine import gateway_of, refusal
+from services.provisioner.docker_logs import _seconds
 from services.provisioner.docker_spec import create_arguments, device_requests, launch_archive, user_of
 from services.provisioner.plugin import Owner, ProviderError
 
@@ -131,4 +131,4 @@ def test_unknown_refusals_stay_as_they_are() -> None:
 
 
 def test_timestamps_are_utc() -> None:
-    assert _seconds("1970-01-02T00:00:01.999999999Z") == 86401
+    assert _seconds(b"1970-01-02T00:00:01.999999999Z ") == 86401

@@ -1,0 +1,113 @@
+"""One task that is being followed: its lines, its end, and whether it or its node is what ended.
+
+The swarm offers no wait and no events for tasks, so they are looked at twice a second. A node that is lost keeps
+running its containers: such a worker's key is revoked at its end, and the swarm removes it when the node is back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from services.provisioner import processes
+from services.provisioner.docker_container import DRAIN_S, ENGINE_GONE_LIMIT_S, STOP_MARGIN_S
+from services.provisioner.docker_engine import Missing, refusal
+from services.provisioner.docker_logs import LogFollowers
+from services.provisioner.docker_spec import WORKER_PROGRAM
+from services.provisioner.plugin import Exited, Failed, ProviderError, ProviderLine, Sink
+from services.provisioner.swarm_engine import SwarmEngine, is_over
+
+LOOK_S = 0.5
+
+
+class Task:
+    """Follows a task that has begun until its end, which it tells once, as the last observation."""
+
+    def __init__(
+        self, engine: SwarmEngine, service: str, task: str, node: str, sink: Sink, redact: Callable[[bytes], bytes]
+    ) -> None:
+        self.service, self._task, self._node = service, task, node
+        self._engine = engine
+        self._stopping = False
+        self._over = threading.Event()
+        self._gone = threading.Event()
+        self._logs = LogFollowers(task, self._read, self._over, self._over.is_set, sink, redact)
+
+    def follow(self) -> None:
+        """Start. Daemons: they may not keep a dying provisioner alive."""
+        self._logs.start()
+        threading.Thread(target=self._watch, name=f"task-{self._task[:12]}", daemon=True).start()
+
+    def stop(self, grace_s: int) -> None:
+        """SIGTERM, the grace, SIGKILL, by removing the service. Returns when the task is gone and its lines are out."""
+        self._stopping = True
+        until = time.monotonic() + grace_s + STOP_MARGIN_S
+        while True:
+            try:
+                self._engine.remove_service(self.service)
+                break
+            except ProviderError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(LOOK_S)
+        if not self._gone.wait(max(0.0, until - time.monotonic()) + 2 * DRAIN_S):
+            raise ProviderError(f"task {self._task[:12]} does not end; look at it with docker inspect")
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        try:
+            end = self._end()
+        except Exception as error:  # unwatched is as good as lost: the run must hear of it
+            end = Failed(f"task {self._task[:12]} can no longer be watched: {error}")
+        self._over.set()
+        self._logs.join(DRAIN_S)
+        self._logs.emit(end)
+        self._gone.set()
+
+    def _end(self) -> Exited | Failed:
+        """Blocks until the task has ended, its node or the manager is lost."""
+        lost_at = 0.0
+        while True:
+            try:
+                task = self._engine.task(self._task)
+                if is_over(task):
+                    return self._ended(task)
+                name, node_lost = self._engine.node(self._node)
+                if node_lost:
+                    return Failed(f"its swarm node {name} is down")
+                if lost_at:
+                    self._logs.emit(ProviderLine("the swarm's manager is back and the worker still runs"))
+                lost_at = 0.0
+            except Missing:
+                return Exited(None, "stopped") if self._stopping else Failed("its service was removed by somebody")
+            except ProviderError as error:
+                # Gone, or a swarm that has no leader at the moment.
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > ENGINE_GONE_LIMIT_S:
+                    return Failed(f"the swarm's manager is gone for {ENGINE_GONE_LIMIT_S} s: {error}")
+            time.sleep(LOOK_S)
+
+    def _ended(self, task: dict[str, Any]) -> Exited | Failed:
+        status, code = task["Status"], int((task["Status"].get("ContainerStatus") or {}).get("ExitCode") or 0)
+        words = str(status.get("Err") or "")
+        if status["State"] in ("rejected", "orphaned") or (words and not code and not self._stopping):
+            return Failed(f"the swarm gave its task up: {refusal(words) or status['State']}")
+        # The engine reports a death by signal n as 128 + n; a worker itself exits only with 0 or 1.
+        exit_status = 128 - code if 128 < code < 128 + 65 else code
+        if self._stopping and exit_status < 0:
+            return Exited(exit_status, "stopped")
+        if exit_status in (126, 127):
+            return Exited(
+                exit_status,
+                f"exited with status {exit_status}: its image has no program {WORKER_PROGRAM} that can run; build it "
+                "from compose/Dockerfile.worker",
+            )
+        reason = processes.describe_status(exit_status)
+        if exit_status == -9:
+            reason += "; if nobody did that, its node ran out of memory"
+        return Exited(exit_status, reason)
+
+    def _read(self, stream: str, since: int, follow: bool) -> Iterator[bytes]:
+        return self._engine.task_logs(self._task, stream, since, follow)
