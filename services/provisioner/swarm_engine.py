@@ -43,15 +43,15 @@ class SwarmEngine(Engine):
             )
         return str((found.get("Cluster") or {}).get("ID", ""))
 
-    def services(self, label: str) -> list[str]:
-        """Ids of the services that bear the label `name=value`."""
+    def services(self, label: str) -> list[dict[str, Any]]:
+        """The services that bear the label `name=value`."""
         with self.sentences("list the swarm's services"):
-            return [str(found["ID"]) for found in self.api().services(filters={"label": label})]
+            return list(self.api().services(filters={"label": label}))
 
-    def secrets(self, label: str) -> list[str]:
-        """Ids of the secrets that bear the label."""
+    def secrets(self, label: str) -> list[dict[str, Any]]:
+        """The secrets that bear the label; never their content."""
         with self.sentences("list the swarm's secrets"):
-            return [str(found["ID"]) for found in self.api().secrets(filters={"label": [label]})]
+            return list(self.api().secrets(filters={"label": [label]}))
 
     def tasks(self, service: str) -> list[dict[str, Any]]:
         """Every task of a service, the newest first. Raises Missing if the service is gone."""

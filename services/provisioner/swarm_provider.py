@@ -6,6 +6,7 @@ services they are, and reconciliation goes by nothing else.
 
 from __future__ import annotations
 
+import calendar
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,13 @@ from typing import Any
 from common.limits import PROCESS_STOP_GRACE_MS, provider_start_ms
 from common.messages.provision import NodeProvisionSpec
 from services.provisioner.docker_engine import EngineGone
-from services.provisioner.docker_spec import LABEL_HANDLE, labels
+from services.provisioner.docker_spec import LABEL, LABEL_FLEET, LABEL_HANDLE, labels
 from services.provisioner.plugin import (
     LeftBehind,
+    Listed,
+    Listing,
     MayBeLeft,
+    NotHere,
     Owner,
     PluginNodeHandle,
     ProviderError,
@@ -150,7 +154,7 @@ class SwarmProvider:
         """Every service and secret of a handle, and wait for its tasks. True if some task was still running."""
         label = f"{LABEL_HANDLE}={handle_id}"
         running = []
-        for service in self._engine.services(label):
+        for service in (str(found["ID"]) for found in self._engine.services(label)):
             running += [task for task in self._engine.tasks(service) if has_begun(task) and not is_over(task)]
             self._engine.remove_service(service)
         until = time.monotonic() + GONE_S
@@ -158,7 +162,7 @@ class SwarmProvider:
             while self._still_there(task) and time.monotonic() < until:
                 time.sleep(LOOK_S)
         for secret in self._engine.secrets(label):
-            self._engine.remove_secret(secret)
+            self._engine.remove_secret(str(secret["ID"]))
         return bool(running)
 
     def _still_there(self, task: Mapping[str, Any]) -> bool:
@@ -192,3 +196,37 @@ class SwarmProvider:
                 f"it was started in another swarm ({known[:12]}); start once more with the DOCKER_HOST of then"
             )
         return self._remove(left.id)
+
+    def list_owned(self) -> Listing:
+        """Services and secrets with the fleet's label. Raises NotHere without an engine that manages a swarm."""
+        try:
+            self._engine.swarm_id()
+            kinds = {
+                "service": self._engine.services(f"{LABEL}=worker"),
+                "secret": self._engine.secrets(f"{LABEL}=worker"),
+            }
+        except ProviderError as error:
+            raise NotHere(str(error)) from None
+        owned, others = [], 0
+        for kind, found in kinds.items():
+            for item in found:
+                marks = item["Spec"].get("Labels") or {}
+                if marks.get(LABEL_FLEET) != self._owner.fleet:
+                    others += 1
+                    continue
+                state = "made" if kind == "secret" else self._state(str(item["ID"]))
+                what = f"{kind} {item['Spec']['Name']}"
+                owned.append(Listed(marks.get(LABEL_HANDLE, ""), what, state, _unix_ms(item["CreatedAt"])))
+        return Listing(tuple(owned), others)
+
+    def _state(self, service: str) -> str:
+        try:
+            task = next(iter(self._engine.tasks(service)), None)
+        except ProviderError:
+            return "unknown"
+        return "no task" if task is None else str(task["Status"]["State"])
+
+
+def _unix_ms(stamp: str) -> int:
+    """Of the swarm's timestamps, which are UTC."""
+    return calendar.timegm(time.strptime(stamp[:19], "%Y-%m-%dT%H:%M:%S")) * 1000

@@ -77,7 +77,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--advertise",
         type=_address,
-        default="",
         metavar="HOST:PORT",
         help="what others dial, for the URL that is printed",
     )
@@ -94,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.operator_key:
             print(operator_key(operator_key_path(os.environ)).public.hex())
             return 0
-        host, url = make(arguments.state.absolute(), arguments.allow_operator, arguments.bind, arguments.advertise)
+        host, url = make(
+            arguments.state.absolute(), arguments.allow_operator, arguments.bind, arguments.advertise or ""
+        )
     except (SecurityError, OperatorKeyError, BindError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

@@ -161,5 +161,10 @@ class TestSwarm:
             with contextlib.suppress(Exception):
                 engine.client().leave_swarm(force=True)
             engine.close()
+        # A node that was killed leaves its network namespaces mounted.
+        mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for mount in mounts:
+            if any(mount.startswith(f"{engine.run_dir}/") for engine in self.engines):
+                subprocess.run(["umount", "-l", mount], check=False)
         for name in (*(name for name, _ in NODES), HUB):
             ip("netns", "del", name, check=False)
