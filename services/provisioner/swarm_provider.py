@@ -34,6 +34,7 @@ from services.provisioner.swarm_spec import (
     gpu_count,
     image_reference,
     launch_secret,
+    launch_user,
     service_arguments,
     service_name,
 )
@@ -97,14 +98,14 @@ class SwarmProvider:
         api = self._engine.api()
         marks = labels(handle_id, spec, handle_id.partition("-")[0], self._owner)
         name = service_name(handle_id)
-        launch_secret("", name, image)  # an image that cannot have it is refused before anything is made
+        user = launch_user(image)
         with self._engine.sentences("hand the launch file to the swarm"):
             secret = api.create_secret(name, launch_file.read_bytes(), labels=marks)["ID"]
         arguments = service_arguments(
             handle_id,
             spec,
             image_reference(spec.image, image),
-            launch_secret(secret, name, image),
+            launch_secret(secret, name, user),
             marks,
             self._gpus,
             self._constraints,

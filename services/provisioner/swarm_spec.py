@@ -60,10 +60,14 @@ def image_reference(image: str, found: Mapping[str, Any]) -> str:
     return str(found["Id"])
 
 
-def launch_secret(secret: str, name: str, image: Mapping[str, Any]) -> Any:
-    """The secret as the launch file: readable for the image's user alone."""
-    user = str((image.get("Config") or {}).get("User") or "")
-    uid, gid = user_of(user, None)
+def launch_user(image: Mapping[str, Any]) -> tuple[int, int]:
+    """(uid, gid) of the image's user. Raises ProviderError for a name without numbers: nobody reads the image here."""
+    return user_of(str((image.get("Config") or {}).get("User") or ""), None)
+
+
+def launch_secret(secret: str, name: str, user: tuple[int, int]) -> Any:
+    """The secret as the launch file: readable for that user alone."""
+    uid, gid = user
     return docker.types.SecretReference(secret, name, filename=LAUNCH_PATH, uid=str(uid), gid=str(gid), mode=0o400)
 
 
