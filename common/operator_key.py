@@ -73,7 +73,7 @@ def hold(path: Path) -> int:
     except OSError:
         os.close(handle)
         raise OperatorKeyError(
-            f"another run uses the operator key {path}, and a relay knows one router a key; stop that run, or give "
-            "this one its own XDG_STATE_HOME and have its key allowed at the relay"
+            "another run uses this operator key, and a relay knows one router a key; stop that run, or set another "
+            f"XDG_STATE_HOME and have that key allowed, too ({path})"
         ) from None
     return handle

@@ -139,6 +139,10 @@ class PathReplica(Replica):
         """Whether any known hop is down: a SWIM member pauses its clock then."""
         return any(isinstance(item, PathEntry) and not item.up for item in self.items.values())
 
+    def none_up(self) -> bool:
+        """Whether the router is known to have no relay at the moment."""
+        return self.known and not any(isinstance(item, PathEntry) and item.up for item in self.items.values())
+
 
 @dataclass
 class Views:

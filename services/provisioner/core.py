@@ -127,6 +127,11 @@ class ProvisionerActor(ServiceActor):
             case _:
                 super().on_timer(key, ctx)
 
+    def on_start(self, ctx: Ctx) -> None:
+        """The paths say whether there is a relay."""
+        super().on_start(ctx)
+        ctx.watch("paths")
+
     def on_config(self, config: Any, ctx: Ctx) -> None:
         """Ready: providers are only built when the orchestrator says PrepareProvider."""
         self.ready(ctx)
@@ -313,7 +318,10 @@ class ProvisionerActor(ServiceActor):
         for key in self._admissions.repeat(ctx):
             for node in list(self._run.nodes.values()):
                 if node.state is NodeState.ADMITTING and node.minted is not None and node.minted.public_key == key:
-                    self._fail(node, f"the router did not admit the worker within {ADMIT_LIMIT_MS // 1000} s", ctx)
+                    error = f"the router did not admit the worker within {ADMIT_LIMIT_MS // 1000} s"
+                    if self.config.relay and ctx.views.paths.none_up():
+                        error += "; the relay is down, or does not allow this operator's key (see RELAY.md)"
+                    self._fail(node, error, ctx)
 
     def _admitted(self, key: bytes, ctx: Ctx) -> None:
         if not self._admissions.admitted(key, ctx):

@@ -21,10 +21,12 @@ from common import security
 from common.actors import Actor, Ctx
 from common.addresses import Role
 from common.bus import KeyPair, mint_keypair
+from common.config_slices import MembershipSlice, encode_slice
 from common.door import Door, free_ports
 from common.host import Host
 from common.launch_file import LaunchFile
 from common.messages.bus import Admit, Admitted, Revoke, Revoked
+from common.messages.config import ConfigGet, ConfigSlice
 from common.security import planes_to_json
 from tests.docker.engine import ROOT
 from tests.docker.nat import GATEWAY, Nat
@@ -52,6 +54,16 @@ class Admitting(Actor):
         (self.admitted if isinstance(msg, Admitted) else self.revoked).add(msg.key)
 
 
+class Resolving(Actor):
+    """The config resolver's part: membership's slice."""
+
+    Incoming: ClassVar[tuple[type, ...]] = (ConfigGet,)
+
+    def receive(self, msg: ConfigGet, ctx: Ctx) -> None:
+        """The only one who asks is membership."""
+        ctx.reply(ConfigSlice(part=msg.part, digest="d", slice_json=encode_slice(MembershipSlice())))
+
+
 @dataclass(slots=True)
 class Place:
     """A process at one client of the NAT, and what it said last."""
@@ -73,6 +85,8 @@ class Campaign:
         self.host = Host.from_bus_file(self.files[Role.PROVISIONER])
         self.actor = Admitting()
         self.address = self.host.spawn(self.actor, name=Role.PROVISIONER)
+        self.resolver = Host.from_bus_file(self.files[Role.RESOLVER])
+        self.resolver.spawn(Resolving(), name=Role.RESOLVER)
         self._environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.places = [self._place(nat, number) for number in range(len(nat.clients))]
         self.restarts = 0
@@ -117,6 +131,12 @@ class Campaign:
         """Membership is there and answers."""
         self.until("membership", lambda: self.host.node.views.routes.named(Role.MEMBERSHIP) is not None, READY_S)
         self.until("the members", lambda: self.host.node.views.members.known, READY_S)
+        self.until("membership's configuration", self._configured, READY_S)
+
+    def _configured(self) -> bool:
+        """It is a member itself once it has its slice."""
+        self.resolver.turn()
+        return bool(self.host.node.views.members.items)
 
     def joined(self, key: bytes) -> bool:
         """Alive and routed."""
@@ -189,9 +209,10 @@ class Campaign:
                 process.wait(10)
             process.kill()
             process.wait()
-        self.host.shut()
-        self.host.loop.close()
-        self.host.bus.close()
+        for host in (self.resolver, self.host):
+            host.shut()
+            host.loop.close()
+            host.bus.close()
         self._folder.cleanup()
 
 
