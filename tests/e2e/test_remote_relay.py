@@ -150,7 +150,7 @@ def test_a_stranger_is_not_let_in_and_one_key_serves_one_run(
         with run_over(relay, homes[0]) as second:
             assert second.wait(60) == 1
             assert "another run uses this operator key" in second.stderr and "XDG_STATE_HOME" in second.stderr
-        first.assert_answers()
+            first.assert_answers()
 
 
 @pytest.mark.parametrize(
