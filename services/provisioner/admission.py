@@ -25,6 +25,14 @@ class _Entry:
     router_boot: int = 0
 
 
+def not_admitted(relay: bool, ctx: Ctx) -> str:
+    """Why a worker cannot be started, in one sentence. relay: whether workers use one."""
+    error = f"the router did not admit the worker within {ADMIT_LIMIT_MS // 1000} s"
+    if relay and ctx.views.paths.none_up():
+        error += "; the relay is down, or does not allow this operator's key (see RELAY.md)"
+    return error
+
+
 class Admissions:
     """The keys of living workers, and those that are on their way out."""
 
@@ -34,6 +42,7 @@ class Admissions:
 
     def admit(self, admit: Admit, ctx: Ctx) -> None:
         """Begin; `admitted` tells when it is done, `repeat` when it took too long."""
+        ctx.watch("paths")
         self._wanted[admit.key] = _Entry(admit, ctx.now_ms + ADMIT_LIMIT_MS)
         self.repeat(ctx)
 

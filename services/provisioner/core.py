@@ -33,7 +33,7 @@ from common.messages.provision import (
 from common.messages.service import RunEnded
 from common.records import EventKind
 from common.service_actor import ServiceActor
-from services.provisioner.admission import ADMISSION_TIMER, ADMIT_LIMIT_MS, Admissions
+from services.provisioner.admission import ADMISSION_TIMER, Admissions, not_admitted
 from services.provisioner.conversion import Record, event, record_of
 from services.provisioner.external_provider import GOODBYE_MS, GOODBYE_TIMER, PRESENCE_TIMER, Presence
 from services.provisioner.external_provider import NAME as EXTERNAL
@@ -126,11 +126,6 @@ class ProvisionerActor(ServiceActor):
                 ctx.effect(Exit(1, "workers may be left; the next start stops them by the ledger"))
             case _:
                 super().on_timer(key, ctx)
-
-    def on_start(self, ctx: Ctx) -> None:
-        """The paths say whether there is a relay."""
-        super().on_start(ctx)
-        ctx.watch("paths")
 
     def on_config(self, config: Any, ctx: Ctx) -> None:
         """Ready: providers are only built when the orchestrator says PrepareProvider."""
@@ -318,10 +313,7 @@ class ProvisionerActor(ServiceActor):
         for key in self._admissions.repeat(ctx):
             for node in list(self._run.nodes.values()):
                 if node.state is NodeState.ADMITTING and node.minted is not None and node.minted.public_key == key:
-                    error = f"the router did not admit the worker within {ADMIT_LIMIT_MS // 1000} s"
-                    if self.config.relay and ctx.views.paths.none_up():
-                        error += "; the relay is down, or does not allow this operator's key (see RELAY.md)"
-                    self._fail(node, error, ctx)
+                    self._fail(node, not_admitted(self.config.relay, ctx), ctx)
 
     def _admitted(self, key: bytes, ctx: Ctx) -> None:
         if not self._admissions.admitted(key, ctx):

@@ -91,15 +91,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
         if arguments.operator_key:
-            print(operator_key(operator_key_path(os.environ)).public.hex())
+            sys.stdout.write(operator_key(operator_key_path(os.environ)).public.hex() + "\n")
             return 0
         host, url = make(
             arguments.state.absolute(), arguments.allow_operator, arguments.bind, arguments.advertise or ""
         )
     except (SecurityError, OperatorKeyError, BindError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
-    print(f"relay {url}", flush=True)
+    sys.stdout.write(f"relay {url}\n")
+    sys.stdout.flush()
     return host.run()
 
 
