@@ -115,7 +115,7 @@ def provider_stop_ms(provider: str) -> int:
 # --- edges (common/edges/core.py) ---------------------------------------------------------------------------------
 EDGE_CHUNK_BYTES = 64 * 1024  # one data frame: small beside a socket buffer, large beside its header
 EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so silence means unreachable
-EDGE_OPEN_MS = 20_000  # all candidates, again and again, before the first answer of any
+EDGE_OPEN_MS = 45_000  # above WORKER_SILENT_MS_STARTUP and SWIM's time to see it: who is frozen is named first
 EDGE_NOT_YET_MS = 250
 EDGE_RESUME_MS = 5000  # a broken connection without a welcome
 EDGE_REDIAL_MS = 1500  # by itself the transport is back after a few hundred ms, or never

@@ -93,6 +93,9 @@ class EdgeProducer:
         self._heard_ms = now_ms
         self._dialled_ms = now_ms
         self._down_ms: int | None = None
+        self._stands = False
+        """The present connection is known to be up: only then its end is a broken connection, and not a handshake that
+        a frozen peer did not answer."""
         self._was_open = False
 
     # --- the stream -------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class EdgeProducer:
                 f"the consumer wants to go on at byte {message.next_offset}, kept are {self._base} to "
                 f"{self._base + len(self._kept)}"
             )
-        self.state, self._down_ms = "open", None
+        self.state, self._down_ms, self._stands = "open", None, True
         self._sent = message.next_offset
         self._next_ms = now_ms + EDGE_PROBE_MS
         first: list[Effect] = [] if self._was_open else [Ready(self.candidate)]
@@ -185,8 +188,10 @@ class EdgeProducer:
         if self.state in ("failed", "dialing"):
             return []
         if not up:
-            self._down_ms = now_ms if self._down_ms is None else self._down_ms
+            if self._stands and self._down_ms is None:
+                self._down_ms = now_ms
             return []
+        self._stands = True
         self._next_ms = now_ms + EDGE_PROBE_MS
         return [Send(self._hello)]
 
@@ -210,10 +215,8 @@ class EdgeProducer:
             if not self._candidates:
                 self._next_ms = now_ms + EDGE_DIAL_MS
                 return []
-            self._at = (self._at + 1) % len(self._candidates)
             self._next_ms = now_ms + EDGE_DIAL_MS
-            self._dialled_ms = now_ms
-            return [Dial(self.candidate), Send(self._hello)]
+            return [self._dial_next(now_ms), Send(self._hello)]
         if self.state == "waiting":
             self._next_ms = now_ms + EDGE_NOT_YET_MS
             return [Send(self._hello)]
@@ -223,14 +226,19 @@ class EdgeProducer:
         return []
 
     def _redial(self, now_ms: int) -> list[Effect]:
-        """A new connection in place of one that is down, or that stands and carries nothing."""
+        """A new connection in place of one that is down, or that stands and carries nothing: the next candidate, which
+        may be the bus."""
         since, limit_ms = self._heard_ms, EDGE_RESUME_MS
         if self._down_ms is not None:
             since, limit_ms = self._down_ms, EDGE_REDIAL_MS
-        if self.candidate == RELAY or now_ms - max(since, self._dialled_ms) < limit_ms:
+        if now_ms - max(since, self._dialled_ms) < limit_ms or self._candidates == (RELAY,):
             return []
-        self._dialled_ms = now_ms
-        return [Dial(self.candidate)]
+        return [self._dial_next(now_ms)]
+
+    def _dial_next(self, now_ms: int) -> Dial:
+        self._at = (self._at + 1) % len(self._candidates)
+        self._dialled_ms, self._stands = now_ms, False
+        return Dial(self.candidate)
 
     def next_deadline(self) -> int | None:
         """When tick has something to do, monotonic ms."""

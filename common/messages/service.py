@@ -35,6 +35,14 @@ class Lease(Message, frozen=True, kw_only=True, tag=42):
     ttl_ms: U32
 
 
+class LeaseKept(Message, frozen=True, kw_only=True, tag=44):
+    """Gateway → orchestrator, the answer to each Lease, a datagram. Without one for as long as a worker may be silent
+    (design.md 6 row 22) the gateway is lost: nothing else would tell that it hangs."""
+
+    FROM: ClassVar[frozenset[Role]] = frozenset({Role.GATEWAY})
+    DATAGRAM: ClassVar[bool] = True
+
+
 class RunEnded(Message, frozen=True, kw_only=True, tag=43):
     """Orchestrator → services: the run is over; run state is settled and the service waits for the next one."""
 

@@ -15,6 +15,7 @@ from common.effects import SendFailed, StopSignal, ViewChanged
 from common.limits import SERVICE_READY_MS
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
 from common.messages.member import MemberChanged
+from common.messages.node_agent import ProvisionStage
 from common.messages.provision import (
     BootstrapCompleted,
     NodeExited,
@@ -48,7 +49,7 @@ from common.messages.serve import (
     ShutdownRequested,
     SuspendServing,
 )
-from common.messages.service import ServiceFailed, ServiceReady
+from common.messages.service import LeaseKept, ServiceFailed, ServiceReady
 from common.messages.stream import DatastreamSubscribe, ExpectFlow, Flushed
 from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
 from services.orchestrator.actor import ReportsPending
@@ -117,6 +118,7 @@ class RunActor(RestartingRun):
         ShutdownRequested,
         ServingFailed,
         PromptActive,
+        LeaseKept,
         MemberChanged,
         Flushed,
         SendFailed,
@@ -208,6 +210,8 @@ class RunActor(RestartingRun):
                 self._send_failed(msg, ctx)
             case MemberChanged():
                 self.members_changed(ctx)
+            case LeaseKept():
+                self.lease_kept(ctx)
             case _:
                 self._provider_or_gateway(msg, ctx)
 
@@ -299,6 +303,8 @@ class RunActor(RestartingRun):
         worker = next((worker for worker in self.workers.values() if msg.dst == worker.node_actor), None)
         if isinstance(msg.message, DatastreamSubscribe | ExpectFlow):
             self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
+        elif worker is not None and worker.dead_since_ms is not None and isinstance(msg.message, ProvisionStage):
+            pass  # it is sent again each second; how long a dead worker may stay away is SWIM's limit (row 22)
         elif not isinstance(msg.message, ConfigGet | SuspendServing | ResumeServing):
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             error = f"{what} could not be delivered: {reason}"

@@ -34,6 +34,8 @@ class Serving(Closing):
         self._stop_requests = 0
         self._prompt: PromptActive | None = None
         """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
+        self._gateway_kept_ms: int | None = None
+        """When the gateway last answered a lease."""
 
     @property
     def restarting(self) -> bool:
@@ -54,6 +56,26 @@ class Serving(Closing):
         for holder in holders:
             if holder:
                 ctx.send(holder, Lease(ttl_ms=LEASE_TTL_MS))
+        self._check_gateway(ctx)
+
+    def lease_kept(self, ctx: Ctx) -> None:
+        """The gateway's answer to a lease."""
+        if ctx.sender == self.service(ctx, Role.GATEWAY):
+            self._gateway_kept_ms = ctx.now_ms
+
+    def _check_gateway(self, ctx: Ctx) -> None:
+        """A gateway that hangs has no exit status and no SWIM: only its silence tells. While this process's own way to
+        the bus is broken, that says nothing."""
+        if self._gateway_kept_ms is None or not self.active:
+            return
+        if not ctx.views.link_up:
+            self._gateway_kept_ms = ctx.now_ms
+        limit_ms = self._silent_limit_ms()
+        if ctx.now_ms - self._gateway_kept_ms >= limit_ms:
+            self.service_lost(Role.GATEWAY, f"did not answer for {limit_ms // 1000} s {self._when()}", ctx)
+
+    def _silent_limit_ms(self) -> int:
+        return WORKER_SILENT_MS_SERVING if self.phase is Phase.SERVING else WORKER_SILENT_MS_STARTUP
 
     # --- stop requests ----------------------------------------------------------------------------------------
     def stop_requested(self, source: str, ctx: Ctx) -> None:
@@ -119,7 +141,7 @@ class Serving(Closing):
         silent = [worker for worker in self.workers.values() if worker.dead_since_ms is not None]
         if not silent or not self.active:
             return
-        limit_ms = WORKER_SILENT_MS_SERVING if self.phase is Phase.SERVING else WORKER_SILENT_MS_STARTUP
+        limit_ms = self._silent_limit_ms()
         for worker in silent:
             # While membership restarts it reads Unknown, which never fails a run (design.md 2).
             is_dead = ctx.views.members.state(worker.node_key) in ("dead", "left")

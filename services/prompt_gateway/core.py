@@ -33,7 +33,7 @@ from common.messages.serve import (
     ShutdownRequested,
     SuspendServing,
 )
-from common.messages.service import RunEnded
+from common.messages.service import Lease, LeaseKept, RunEnded
 from common.service_actor import ServiceActor
 from services.prompt_gateway.bind import checked_bind, join_addr
 from services.prompt_gateway.connection import Connection
@@ -198,6 +198,9 @@ class GatewayActor(ServiceActor):
                 self.edges.receive(msg, ctx)
                 if isinstance(msg, EdgeDown) and self.loop and self._run and self.edges.failed:
                     (self.loop.disturbed if self._run.restart else self.loop.broken)(self.edges.failed, ctx)
+            case Lease():
+                super().receive(msg, ctx)
+                ctx.reply(LeaseKept())
             case _:
                 super().receive(msg, ctx)
 

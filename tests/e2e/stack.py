@@ -395,7 +395,7 @@ class Asker:
     def __init__(self, addr: str, prompt: str, **fields: Any) -> None:
         host, _, port = addr.rpartition(":")
         self.lines: list[dict[str, Any]] = []
-        self._sock = socket.create_connection((host, int(port)), timeout=60)
+        self._sock = socket.create_connection((host, int(port)), timeout=200)  # longer than any freeze
         self._sock.sendall(json.dumps({"request_id": 7, "prompt_text": prompt, **fields}).encode() + b"\n")
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()

@@ -6,7 +6,8 @@ for the request (on record, where its connection died with the gateway), S1's ex
 become of the run was written down before the code was tried:
 
 - killed: a stage's agent or engine, or the gateway, ends it at once; a cut edge is connected anew, the relay restarted;
-- frozen for longer than design.md 6 row 22 allows: it ends, with a message that names who does not answer;
+- frozen for longer than design.md 6 row 22 allows: it ends, with a message that names who does not answer; an edge
+  whose direct way carries nothing goes on over the bus;
 - frozen for a moment, or fed a damaged byte: the text is what it always is.
 """
 
@@ -73,9 +74,7 @@ class Cell:
     @property
     def heals(self) -> bool:
         """Whether the run has to go on as if nothing had been."""
-        if self.harm in ("flicker", "corrupt"):
-            return True
-        return self.harm == "kill" and self.part in ("edge", "relay")
+        return self.harm in ("flicker", "corrupt") or self.part == "edge" or (self.part, self.harm) == ("relay", "kill")
 
     @property
     def says(self) -> list[str]:
@@ -90,22 +89,10 @@ class Cell:
                 return [node, "SIGKILL"]
             case "engine", "freeze":
                 return [node, "no progress"]
-            case "edge", _:
-                return [
-                    *self._edge_ends,
-                    f"edge {self.edge}",
-                    "no candidate" if self.phase == "loading" else "did not answer",
-                ]
             case "gateway", _:
-                return ["gateway", "SIGKILL" if self.harm == "kill" else "not answer"]
+                return ["gateway", "SIGKILL" if self.harm == "kill" else "did not answer"]
             case _:
                 return ["node ", "stage ", "no lease"]
-
-    @property
-    def _edge_ends(self) -> list[str]:
-        """Who tells of the fault: the producer, which is the gateway for token-in."""
-        stage = max(self.edge - 2, 0)
-        return [f"node {stage + 2} stage {stage}"]
 
 
 def cells() -> Iterator[Cell]:
@@ -238,8 +225,6 @@ def assert_heals(stack: Stack, cell: Cell, asker: Asker | None, right: dict[str,
 
 def assert_fails(stack: Stack, cell: Cell, asker: Asker | None) -> None:
     """Status 1 and one sentence within the limit; one fault for the request."""
-    if cell.phase == "idle" and cell.harm == "freeze" and cell.part in ("edge", "engine"):
-        asker = Asker(stack.addr(), IDLE_ASK[0], max_tokens=IDLE_ASK[1])  # an edge without bytes has nothing to miss
     limit_s = LIMITS_S[cell.harm]
     if cell.phase == "loading" and cell.harm == "freeze":
         limit_s = LOADING_FREEZE_S

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, encode_record
 from common.edges.core import (
+    RELAY,
     Arrived,
     Dial,
     EdgeConsumer,
@@ -179,7 +180,7 @@ def test_candidates_are_tried_in_order_and_then_given_up() -> None:
     assert dialled[:3] == [(0, "ipc:///a"), (EDGE_DIAL_MS, "tcp://b:1"), (2 * EDGE_DIAL_MS, "ipc:///a")]
     at, failure = failed[0]
     assert at == EDGE_OPEN_MS and failure.reason == "EdgeFault"
-    assert failure.detail == "edge 5: no candidate answered within 20 s: ipc:///a, tcp://b:1"
+    assert failure.detail == "edge 5: no candidate answered within 45 s: ipc:///a, tcp://b:1"
 
 
 def test_not_yet_is_asked_again_until_it_is_provisioned() -> None:
@@ -219,6 +220,8 @@ def test_a_frozen_consumer_is_a_fault_only_after_the_limit() -> None:
             wire.there.clear()
             wire.now += 1000
             wire.do(wire.producer.tick(wire.now))
+            if len(wire.dialled) > 1:  # nobody shakes hands with the new connection: the transport gives it up
+                wire.do(wire.producer.on_link(False, wire.now))
         assert len(wire.dialled) > frozen_ms // EDGE_RESUME_MS // 2
         if frozen_ms < EDGE_SILENT_MS:
             wire.step(1000)
@@ -226,6 +229,20 @@ def test_a_frozen_consumer_is_a_fault_only_after_the_limit() -> None:
         else:
             assert [f.reason for f in wire.failures] == ["EdgeFault"]
             assert "did not answer for 75 s" in wire.failures[0].detail
+
+
+def test_a_direct_way_that_carries_nothing_any_more_is_left_for_the_bus() -> None:
+    one = producer(("ipc:///a", RELAY))
+    one.tick(0)
+    one.on_message(EdgeWelcome(edge_id=EDGE, next_offset=0), 1)
+    one.on_link(True, 1)
+    one.write(b"x" * 40, 2)
+    dialled = [
+        effect.candidate for now in range(100, 20_000, 100) for effect in one.tick(now) if isinstance(effect, Dial)
+    ]
+    assert dialled[:2] == [RELAY, "ipc:///a"]
+    (again, *_) = one.on_message(EdgeWelcome(edge_id=EDGE, next_offset=0), 20_000)
+    assert isinstance(again, Send) and one.held == 40
 
 
 def test_an_edge_without_bytes_on_their_way_may_be_silent_for_ever() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from common.addresses import Role
+from common.effects import SendFailed
 from common.limits import DEAD_WORKER_FAULT_MS, WORKER_SILENT_MS_SERVING, WORKER_SILENT_MS_STARTUP
 from common.messages.member import MemberChanged
+from common.messages.node_agent import ProvisionStage
 from common.messages.serve import PromptActive, ResumeServing, SuspendServing
+from common.messages.service import LeaseKept
 from common.records import CHANNEL_PROMPT
 from services.orchestrator.base import Phase
 from services.orchestrator.core import ServiceLost
@@ -30,6 +33,35 @@ def test_dead_worker_suspends_after_five_seconds_and_resumes_when_alive() -> Non
     assert play.said() == [ResumeServing()]
     play.harness.advance(WORKER_SILENT_MS_SERVING * 2)
     assert play.at(Phase.SERVING)
+
+
+@pytest.mark.spec("S1 10.10", "S1 9.10")
+def test_a_gateway_that_answers_no_lease_is_lost_like_a_worker() -> None:
+    """Its active request has its one fault on record; a broken way to the bus says nothing of the gateway."""
+    play = Play().until(Phase.SERVING)
+    play.gateway(PromptActive(request_id=9, prompt_id=1))
+    play.gateway(LeaseKept())
+    play.harness.views.link_up = True
+    play.harness.advance(WORKER_SILENT_MS_SERVING - 5000)
+    assert play.at(Phase.SERVING)
+    play.gateway(LeaseKept())
+    play.harness.views.link_up = False
+    play.harness.advance(WORKER_SILENT_MS_SERVING * 2)
+    assert play.at(Phase.SERVING)
+    play.harness.views.link_up = True
+    play.harness.advance(WORKER_SILENT_MS_SERVING + 10_000)
+    assert play.run.result.text == "the prompt gateway did not answer for 60 s while serving prompts"
+
+
+def test_a_dead_worker_that_cannot_be_provisioned_has_until_its_limit() -> None:
+    play = Play().until(Phase.WEIGHTS)
+    play.member()
+    play.member(state="dead")
+    resent = ProvisionStage(provision=play.run.stage_wire(play.run.workers[0]))
+    play.tell(SendFailed(play.node_actor(), resent, "unroutable"))
+    assert play.at(Phase.WEIGHTS)
+    play.harness.advance(WORKER_SILENT_MS_STARTUP + 1000)
+    assert "dead in SWIM for 30 s" in play.run.result.text
 
 
 def test_short_absence_is_not_told_to_anybody() -> None:
