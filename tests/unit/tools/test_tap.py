@@ -256,11 +256,13 @@ def test_only_a_run_whose_lock_is_held_is_found(tmp_path: Path, monkeypatch: pyt
 def test_taps_of_router_and_relay_are_joined_recorded_and_ctrl_c_ends_well(tmp_path: Path) -> None:
     bus = RealBus(tmp_path / "r", relay=True)
     kept = tmp_path / "kept.tap"
-    tap = subprocess.Popen(
-        [sys.executable, "-m", "tools.tap", "--bus", str(bus.files[Role.TAP]), "--json", "--record", str(kept)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    shown = tmp_path / "shown.jsonl"
+    with shown.open("wb") as out:
+        tap = subprocess.Popen(
+            [sys.executable, "-m", "tools.tap", "--bus", str(bus.files[Role.TAP]), "--json", "--record", str(kept)],
+            stdout=out,
+            stderr=subprocess.PIPE,
+        )
     try:
         assert tap.stderr is not None and b"router and relay" in tap.stderr.readline()
         gateway, agent = bus.service(Role.GATEWAY), bus.agent()
@@ -271,15 +273,16 @@ def test_taps_of_router_and_relay_are_joined_recorded_and_ctrl_c_ends_well(tmp_p
             bus.pump()
         agent.spawn(Source(address, 20))
         bus.until(lambda: len(sink.got) == 20, 10)
-        bus.pump()
-        time.sleep(0.3)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            bus.pump()
         tap.send_signal(signal.SIGINT)
-        out, err = tap.communicate(timeout=10)
+        _, err = tap.communicate(timeout=10)
     finally:
         tap.kill()
         bus.close()
     assert tap.returncode == 0 and b"Traceback" not in err
-    seen = [json.loads(line) for line in out.splitlines()]
+    seen = [json.loads(line) for line in shown.read_text().splitlines()]
     texts = [one for one in seen if one["type"] == "TokensDecoded"]
     for broker in ("router", "relay"):
         passed = [one["body"]["request_id"] for one in texts if one["broker"] == broker]
