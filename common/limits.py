@@ -126,4 +126,5 @@ TOKEN_EDGES_PUMP_MS = (
 )
 ENGINE_HEARTBEAT_MS = 1000  # of a stage that waits for work; the agent's limit is WORKER_SILENT_MS_SERVING
 DECODE_WINDOW_MESSAGES = 32  # decodes on their way (design.md 4); the tokenizer's host bounds them, too
+TOKENS_TOLD_MS = 100  # what the run is told of tokens: 10 Hz, as all coalesced progress (design.md 4)
 PLAN_LIMIT_MS = 30_000  # the index of a local file; only a hung network file system takes longer

@@ -129,16 +129,18 @@ class ObserveTokenOutEndpointReady(Message, frozen=True, kw_only=True, tag=90):
 
 
 class ObserveTokenReceived(Message, frozen=True, kw_only=True, tag=91):
-    """Gateway → orchestrator actor: a token came back in sequence (planned mode)."""
+    """Gateway → orchestrator actor: a token came back in sequence (planned mode). A coalesced fact (at most 10 Hz, and
+    at the end of each prompt): the last one of `count` tokens in a row."""
 
     FROM: ClassVar[frozenset[Role]] = _LOCAL
     sequence: U64
     token_id: U32
     eos: bool
+    count: U32 = 1
 
 
 class ObserveEndpointFault(Message, frozen=True, kw_only=True, tag=92):
-    """Gateway → orchestrator actor: endpoint "TokenIn" or "TokenOut" failed."""
+    """Run actor → orchestrator actor: endpoint "TokenIn" or "TokenOut" failed, as the gateway has told."""
 
     FROM: ClassVar[frozenset[Role]] = _LOCAL
     run_id: U64
@@ -146,7 +148,7 @@ class ObserveEndpointFault(Message, frozen=True, kw_only=True, tag=92):
 
 
 class ObserveTokenEndpointsStopped(Message, frozen=True, kw_only=True, tag=93):
-    """Gateway → orchestrator actor: both token endpoints are closed."""
+    """Run actor → orchestrator actor: both token endpoints are closed."""
 
     FROM: ClassVar[frozenset[Role]] = _LOCAL
 

@@ -32,6 +32,8 @@ class OpenPromptRpc(Message, frozen=True, kw_only=True, tag=180):
     """Pipeline mode: the node agents of all stages in order."""
     max_context: U32 = 0
     """Pipeline mode: tokens of the context, prompt and answer together."""
+    orchestrator: bytes = b""
+    """Pipeline mode: the orchestrator actor, which follows the tokens."""
     feedback: bool = False
     """Pipeline mode: the last stage feeds tokens back by itself, so that the end of a sequence has to be said."""
     restart: bool = False

@@ -133,7 +133,7 @@ class OrchestratorActor(Actor):
             case ObserveTokenOutEndpointReady():
                 self.core.token_endpoint_ready(inbound=False)
             case ObserveTokenReceived():
-                self.core.token_received(msg.sequence, msg.token_id, msg.eos)
+                self.core.token_received(msg.sequence, msg.token_id, msg.eos, msg.count)
             case ObserveTokenEndpointsStopped():
                 self.core.endpoints_stopped()
             case ObserveEndpointFault() if msg.run_id == self.core.run_id:

@@ -16,6 +16,7 @@ from common.limits import PLAN_LIMIT_MS, PROVIDER_START_MS
 from common.messages.node_agent import StageProvisionWire
 from common.messages.orchestrator import (
     EndpointWire,
+    ObserveEndpointFault,
     ObserveTokenEndpointsStopped,
     ObserveTokenInEndpointReady,
     ObserveTokenOutEndpointReady,
@@ -169,6 +170,8 @@ class PlannedRun(StartUp):
         worker = self.workers[min(self.workers) if msg.endpoint == "TokenIn" else max(self.workers)]
         way = "to" if msg.endpoint == "TokenIn" else "from"
         edge = f"pipeline {_words(msg.endpoint)} edge {way} {self.name_of(worker)}"
+        if not self.restarts:
+            ctx.send(self.actor_address, ObserveEndpointFault(run_id=self.run_id, endpoint=msg.endpoint))
         self.edge_failed(f"{edge}: {msg.error}", worker, ctx)
 
     # --- stages and the RPC -------------------------------------------------------------------------------------
@@ -215,6 +218,7 @@ class PlannedRun(StartUp):
             eos_tokens=list(self.plan.facts.eos_token_ids),
             stage_actors=[worker.node_actor for worker in ordered],
             max_context=self.plan.facts.max_seq_len,
+            orchestrator=self.actor_address,
             feedback=self.plan.feedback is not None,
             restart=self.config.on_worker_loss == "restart",
         )

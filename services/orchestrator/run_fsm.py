@@ -1,7 +1,8 @@
 """OrchestratorRun: the run-level state machine inside the orchestrator actor (S1 6.4; rust-swactor.md 4.2).
 
 Pure: each observation returns the commands and lifecycle events it causes. In this program the direct reports are the
-gates; the machine's commands and events are reported beside them.
+gates; the machine's commands and events are reported beside them. Without a prompt of its own it is a run that takes
+prompts over the RPC: the gateway injects and feeds back, the machine follows, and no prompt's end is the run's.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class OrchestratorRun:
             return "terminal"
         if not self.provisioned:
             return "waiting for plan and pool"
-        if self.injected_sequences:
+        if self.injected_sequences or self.expected_token_sequence:
             return "generating tokens"
         if self._stages_missing():
             return "waiting for stage readiness"
@@ -104,6 +105,7 @@ class OrchestratorRun:
     def stages_renewed(self) -> None:
         """A worker was replaced: stages and token endpoints have to become ready anew."""
         self.ready_stages.clear()
+        self.expected_token_sequence = 0
         self.token_in_ready = self.token_out_ready = False
 
     def _stages_missing(self) -> bool:
@@ -119,9 +121,15 @@ class OrchestratorRun:
         self.injected_sequences.append(sequence)
         self._command("InjectTokenObject", sequence=sequence, tokens=tokens)
 
-    def token_received(self, sequence: int, token_id: int, eos: bool) -> None:
-        """A token came back; out of order or after the end it is ignored here (the serving loop treats it as fatal)."""
-        if self.terminal or sequence != self.expected_token_sequence or not self.injected_sequences:
+    def token_received(self, sequence: int, token_id: int, eos: bool, count: int = 1) -> None:
+        """A token came back, the last one of `count`; out of order or after the end it is ignored here (the serving
+        loop treats it as fatal)."""
+        if self.terminal or sequence - count + 1 != self.expected_token_sequence or not self.provisioned:
+            return
+        if not self.prompt:
+            self.expected_token_sequence += count
+            return
+        if not self.injected_sequences:
             return
         self.expected_token_sequence += 1
         if eos or (self.max_tokens and len(self.injected_sequences) >= self.max_tokens):

@@ -120,7 +120,7 @@ def test_the_teardown_is_performed_and_acknowledged(two: Stack) -> None:
     two.say("stop\n")
     two.assert_stopped("stdin")
     events = [record.detail["event"] for record in two.archive.lifecycle() if record.phase == "run_lifecycle"]
-    assert events == ["RunOperatorStopped", "RunTornDown"]
+    assert events == ["RunOperatorStopped", "RunTornDown"], "no prompt's end was the run's"
     stopped = [record.body for record in two.archive.records() if record.step == ("stop_run", "ready")]
     assert sorted(body["node_id"] for body in stopped) == [2, 3]
 

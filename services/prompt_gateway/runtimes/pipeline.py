@@ -20,9 +20,10 @@ from common.actors import Ctx
 from common.addresses import short
 from common.codec import Message
 from common.edge_records import Record, decode_tokens, encode_tokens
-from common.limits import DECODE_WINDOW_MESSAGES
+from common.limits import DECODE_WINDOW_MESSAGES, TOKENS_TOLD_MS
 from common.messages.edge import BeginSequence, SequenceBegun
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
+from common.messages.orchestrator import ObserveTokenReceived
 from common.messages.prompt import (
     Done,
     Fault,
@@ -92,6 +93,7 @@ class PipelinePromptRuntime:
 
     def __init__(self, run: OpenPromptRpc, reply_to: bytes, records: Records) -> None:
         self._reply_to, self._records = reply_to, records
+        self._untold, self._told_ms = 0, 0
         self._active: ActivePipelinePrompt | None = None
         self.rebind(run)
 
@@ -103,6 +105,7 @@ class PipelinePromptRuntime:
         self._token_in, self._token_out = 1, len(run.stage_actors) + 1
         self._next_in = 0
         self._expected_out = 0
+        self._orchestrator, self._untold = run.orchestrator, 0
 
     # --- start ------------------------------------------------------------------------------------------------
     def start(self, work: PromptWork, ctx: Ctx) -> None:
@@ -218,6 +221,7 @@ class PipelinePromptRuntime:
         self._expected_out += 1
         if len(record.payload) not in (0, 4):
             raise ServingBroken(f"invalid token-out record: {len(record.payload)} bytes instead of one u32")
+        self._tell_received(record, ctx)
         active = self._active
         wanted = active is not None and active.state is State.GENERATING and record.sequence >= active.first_object
         if active is None or not wanted:
@@ -265,6 +269,17 @@ class PipelinePromptRuntime:
             )
             return self._fault(active, error, ctx)
         return []
+
+    def _tell_received(self, record: Record, ctx: Ctx) -> None:
+        """The run's machine follows the tokens (S1 6.4): at 10 Hz, and with the end of an answer."""
+        self._untold += 1
+        cap = self._active.work.max_tokens if self._active else 0
+        is_last = record.end or (self._active is not None and self._active.generated + 1 == cap)
+        if is_last or ctx.now_ms - self._told_ms >= TOKENS_TOLD_MS:
+            token = decode_tokens(record.payload)[0] if record.payload else 0
+            told = ObserveTokenReceived(sequence=record.sequence, token_id=token, eos=record.end, count=self._untold)
+            ctx.send(self._orchestrator, told)
+            self._untold, self._told_ms = 0, ctx.now_ms
 
     def _end(self, active: ActivePipelinePrompt, finish: str) -> None:
         active.state, active.finish = State.ENDING, finish

@@ -26,6 +26,7 @@ from tests.unit.prompt_gateway.rig import ORCHESTRATOR, WORKER_NODE, Rig
 STAGES = [bytes([65 + index]) * 32 for index in range(3)]
 TOKEN_IN, TOKEN_OUT = 1, len(STAGES) + 1
 EOS = 2
+ORCHESTRATOR_ACTOR = b"f" * 32
 SPEC, RING = ObjectSpec(max_extent=4096, alignment=4, dtype="u32"), RingSpec(data_capacity=8192, alignment=8)
 OPEN = OpenPromptRpc(
     run_id=1,
@@ -36,6 +37,7 @@ OPEN = OpenPromptRpc(
     nodes=[WORKER_NODE],
     eos_tokens=[EOS],
     stage_actors=STAGES,
+    orchestrator=ORCHESTRATOR_ACTOR,
     max_context=40,
 )
 
@@ -51,6 +53,7 @@ class PipelineRig(Rig):
         self.decoder = RecordDecoder(4096, 4)
         self.injected: list[Record] = []
         self.out_sequence = 0
+        self.received: list[Any] = []
         self.generated = 0
         self.todo: dict[str, deque[Any]] = {name: deque() for name in ("encode", "begin", "token", "decode", "cancel")}
         self.sent_to_stages: list[tuple[bytes, Any]] = []
@@ -62,6 +65,8 @@ class PipelineRig(Rig):
             for dst, msg in self.h.sent():
                 if dst == ORCHESTRATOR:
                     self.to_orchestrator.append(msg)
+                elif dst == ORCHESTRATOR_ACTOR:
+                    self.received.append(msg)
                 elif dst in STAGES:
                     self.sent_to_stages.append((dst, msg))
                     self.take(dst, msg)

@@ -10,10 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from common.edge_records import Record, decode_tokens, encode_tokens
 from common.messages.edge import BeginSequence
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
+from common.messages.orchestrator import StageAssignment
 from common.messages.prompt import TokenizerFault
 from common.messages.serve import CloseRpc, ServingFailed, TokenEndpointFailed, TokenEndpointReady, TokenOutListening
+from services.orchestrator.run_fsm import OrchestratorRun
 from services.prompt_gateway.token_edges import CloseTokenEdges, DialTokenIn, EdgeDown
-from tests.unit.pipeline.pipeline_rig import STAGES, TOKEN_OUT, PipelineRig
+from tests.unit.pipeline.pipeline_rig import EOS, STAGES, TOKEN_OUT, PipelineRig
 from tests.unit.prompt_gateway.rig import ORCHESTRATOR
 
 TEXT = "10 11 12 13 14 "
@@ -108,6 +110,23 @@ def test_a_token_is_fed_back_before_it_is_decoded_and_text_keeps_its_order() -> 
         rig.step("decode")
     *deltas, done = rig.lines(conn)
     assert texts(deltas) == TEXT == done["final_text"] and done["finish_reason"] == "stop"
+
+
+@pytest.mark.spec("S1 6.4")
+def test_the_runs_machine_follows_the_tokens() -> None:
+    """Coalesced: without a gap, and the end of each answer at once."""
+    rig = PipelineRig().open()
+    conn = rig.connect()
+    rig.ask(conn, 1, "hello", max_tokens=3)
+    rig.ask(conn, 2, "again")
+    following = OrchestratorRun(1)
+    following.plan_available([StageAssignment(stage_index=0, node_id=2)])
+    following.pool_is_ready([2])
+    for msg in rig.received:
+        following.token_received(msg.sequence, msg.token_id, msg.eos, msg.count)
+    assert following.expected_token_sequence == rig.out_sequence == 9
+    assert following.state == "generating tokens" and not following.terminal
+    assert (rig.received[-1].eos, rig.received[-1].token_id) == (True, EOS) and len(rig.received) < 9
 
 
 def test_at_most_32_decodes_are_on_their_way() -> None:
