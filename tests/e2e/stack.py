@@ -200,6 +200,7 @@ class Stack:
         text: str | None = None,
         archive: Path | None = None,
         runtime: str = "",
+        model_key: str = "gguf_local_path",
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="smq-e2e-", dir="/tmp"))
         self.run_dir = run_dir or self.home / "run"
@@ -207,7 +208,9 @@ class Stack:
         self.config_file = self.home / "orchestrator.toml"
         self.state = self.home / "state"
         if text is None:
-            text = _config(model or model_file(), rpc_addr, self.archive.path, self.run_dir, runtime) + config
+            text = (
+                _config(model or model_file(), rpc_addr, self.archive.path, self.run_dir, runtime, model_key) + config
+            )
         self.config_file.write_text(text)
         self._args = args
         self.environ = {name: value for name, value in os.environ.items() if name in LAUNCHER_ENVIRONMENT}
@@ -372,7 +375,7 @@ def model_file() -> Path:
     return default_model_path()
 
 
-def _config(model: Path, rpc_addr: str, archive: Path, run_dir: Path, runtime: str) -> str:
+def _config(model: Path, rpc_addr: str, archive: Path, run_dir: Path, runtime: str, model_key: str) -> str:
     return f"""\
 [runtime]
 run_dir = {json.dumps(str(run_dir))}
@@ -381,7 +384,7 @@ run_dir = {json.dumps(str(run_dir))}
 kind = "process"
 [model]
 id = "smollm2"
-gguf_local_path = {json.dumps(str(model))}
+{model_key} = {json.dumps(str(model))}
 [prompt]
 rpc_addr = {json.dumps(rpc_addr)}
 [observability]

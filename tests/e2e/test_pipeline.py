@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.prompt_gateway.wire import DoneLine
 from tests.e2e.pipeline_stack import PARAGRAPH, stage_pids
-from tests.e2e.stack import Asker, Stack, wait_for
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, wait_for
 
 LONG = "Write a very long story about a lighthouse keeper and the sea."
 PROMPTS: list[tuple[str, dict[str, Any]]] = [
@@ -30,10 +29,14 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
 def answers(stack: Stack) -> list[tuple[str, int, int, str]]:
     """What does not depend on time: text, tokens of answer and prompt, why it ended."""
 
-    def facts(done: DoneLine) -> tuple[str, int, int, str]:
-        return done.final_text, done.tokens_generated, done.prompt_tokens, done.finish_reason
+    return [answer_facts(stack, at) for at in range(len(PROMPTS))]
 
-    return [facts(stack.ask(prompt, **options)) for prompt, options in PROMPTS]
+
+def answer_facts(stack: Stack, at: int) -> tuple[str, int, int, str]:
+    """Of one of the PROMPTS."""
+    prompt, options = PROMPTS[at]
+    done = stack.ask(prompt, **options)
+    return done.final_text, done.tokens_generated, done.prompt_tokens, done.finish_reason
 
 
 @pytest.fixture(scope="module")
@@ -205,5 +208,31 @@ def test_direct_feedback_says_the_same_and_leaves_the_pipeline_clean(
             time.sleep(wait_s)
             asker._sock.shutdown(2)
             assert stack.ask(PROMPTS[0][0], **PROMPTS[0][1]).final_text == expected
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
+@pytest.mark.spec("S1 9.3", "S1 7.10")
+def test_a_cached_model_on_one_worker_is_planned_too(one_worker: list[tuple[str, int, int, str]]) -> None:
+    """One stage, both token edges at the gateway, no activation edge."""
+    with Stack(model_key="cached_path") as stack:
+        assert [answer_facts(stack, at) for at in (0, 2)] == [one_worker[0], one_worker[2]]
+        plan = stack.archive.one("run_plan", "ready").detail
+        assert [edge["kind"] for edge in plan["edges"]] == ["TokenIn", "TokenOut"]
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
+def test_float16_rows_halve_the_activation_edges_and_still_answer() -> None:
+    with Stack(args=("--pipeline-stages", "2"), config='[pipeline]\nactivation_dtype = "float16"\n') as stack:
+        answer = stack.ask(COLOURS, max_tokens=COLOURS_TOKENS)
+        assert "red" in answer.final_text.lower() and "blue" in answer.final_text.lower()
+        assert stack.ask(COLOURS, max_tokens=COLOURS_TOKENS).final_text == answer.final_text
+        plan = stack.archive.one("run_plan", "ready").detail
+        row_bytes = 2 * plan["hidden_dim"]
+        assert plan["edges"][1]["data_capacity"] == 40 + plan["max_seq_len"] * row_bytes
+        moved = [r.body["detail"] for r in stack.archive.records() if r.channel == "mvp.node.edge"]
+        activations = [detail for detail in moved if detail["edge_id"] == 2]
+        assert activations, "the rows went over edge 2"
         stack.say("stop\n")
         stack.assert_stopped("stdin")
