@@ -6,6 +6,7 @@ It decodes headers only, keeps no queue and guarantees nothing: reliability is t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ class Broker:
 
     def __init__(self, key: bytes, boot: int, role: Role, admitted: Mapping[bytes, Admission]) -> None:
         self.key, self.boot, self.role = key, boot, role
+        self.passed: Counter[tuple[Plane, str]] = Counter()
+        """Envelopes by plane and verdict, as the tap would show them."""
         self.routers: dict[bytes, int] = {key: boot} if role is Role.ROUTER else {}
         """Router → boot: the own one, or every operator's that has said Hello to this relay."""
         self.admitted: dict[bytes, Admission] = dict(admitted)

@@ -125,6 +125,7 @@ class BrokerNode:
                 verdict = "full"
         elif target is not None:
             verdict = self._forward(plane, target, data) or verdict
+        self.broker.passed[plane, verdict] += 1
         if self.ports.tapped:
             self.ports.mirror(plane, "in", verdict, data)
 
@@ -170,6 +171,7 @@ class BrokerNode:
                 verdict = "forwarded" if self.ports.send_uplink(plane, frame) else "full"
             else:
                 verdict = self._forward(plane, conn, frame) or "forwarded"
+            self.broker.passed[plane, verdict] += 1
             if self.ports.tapped:
                 self.ports.mirror(plane, "out", verdict, frame)
         if self.uplink is not None:

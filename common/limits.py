@@ -19,6 +19,7 @@ ADMIT_RESEND_MS = 500  # the relay may be restarting
 RELAY_UNCONFIRMED_MS = 60_000  # a router that restarted hears from its provisioner within seconds
 RELAY_NODES_MAX = 1024  # of one operator at one relay: a person's runs, and a bound for what a hostile one costs
 RESYNC_MS = 1000  # a watcher that missed a Delta; it may be cut off for long, and each try is held 5 s anyway
+BUS_COUNTS_MS = 10_000  # a metrics scrape is rarely more often, and a day of it is 3 MB of archive
 BROKER_SILENT_MS = 10_000  # a bound node that pings no more for so long is unbound; its routes are SWIM's business
 
 # --- sessions (common/session.py) -------------------------------------------------------------------------------

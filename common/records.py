@@ -20,6 +20,8 @@ CHANNEL_STAGE_ROUTE = "mvp.orch.stage_route"
 CHANNEL_EVENTS = "mvp.provisioning.events"
 CHANNEL_STDOUT = "mvp.orch.stdio.stdout"
 CHANNEL_STDERR = "mvp.orch.stdio.stderr"
+CHANNEL_ENVELOPES = "mvp.bus.envelopes"
+"""The router's counts since its start, each BUS_COUNTS_MS: {"broker", "passed": {plane: {verdict: envelopes}}}."""
 
 CORE_CHANNELS = (
     CHANNEL_EVENTS,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
+
 from common.actors import Actor, Ctx
 from common.addresses import Role
 from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.effects import Exit, Log, OwnerGone, SendFailed, StopSignal
-from common.limits import ADMIT_RESEND_MS, RESYNC_MS
+from common.limits import ADMIT_RESEND_MS, BUS_COUNTS_MS, RESYNC_MS
 from common.messages.bus import (
     Admit,
     Admitted,
@@ -25,11 +27,15 @@ from common.messages.bus import (
     ViewItem,
     Watch,
 )
+from common.messages.stream import Observation, Observe
+from common.records import CHANNEL_ENVELOPES
 from common.views import ViewTable
 
 EARLY_MAX = 1024
 _RESEND = "resend"
 _RESYNC = "resync"
+_COUNTS = "counts"
+FIRST_COUNTS_MS = 1000
 
 
 class UplinkChanged:
@@ -75,6 +81,7 @@ class RouterActor(Actor):
         self._relay_key = b""
         self._relay_boot = 0
         self._workers: dict[bytes, Admit] = {}
+        self._counted = 0
         self._waiting: dict[bytes, set[bytes]] = {}
         self._revoking: dict[bytes, set[bytes]] = {}
 
@@ -133,10 +140,29 @@ class RouterActor(Actor):
         if key == _RESEND:
             self._tell_relay(ctx)
             return
+        if key == _COUNTS:
+            self._count(ctx)
+            return
         behind, self._behind = self._behind, set()
         for view, watcher in sorted(behind):
             self._watchers[view].add(watcher)
             ctx.send(watcher, (self._routes if view == "routes" else self._paths).snapshot())
+
+    def _count(self, ctx: Ctx) -> None:
+        """What has passed, as a record: straight to the collector, since a broker has no observer. A lost one is
+        replaced by the next."""
+        routes = (item for item in self._routes.items.values() if isinstance(item, RouteEntry))
+        collector = next((route for route in routes if route.name == Role.COLLECTOR), None)
+        if collector is None:
+            return
+        passed: dict[str, dict[str, int]] = {}
+        for (plane, verdict), count in sorted(self._broker.passed.items()):
+            passed.setdefault(plane.name.lower(), {})[verdict] = count
+        payload = msgspec.json.encode({"broker": str(Role.ROUTER), "passed": passed})
+        self._counted += 1
+        record = Observation(producer_seq=self._counted, channel=CHANNEL_ENVELOPES, payload=payload)
+        ctx.send(collector.address, Observe(records=[record]), node=collector.node)
+        ctx.timer(_COUNTS, BUS_COUNTS_MS)
 
     def _send_failed(self, msg: SendFailed, ctx: Ctx) -> None:
         """A watcher that missed a Delta hears nothing of it by itself: it gets the whole view once it can be reached.
@@ -168,6 +194,8 @@ class RouterActor(Actor):
             name=name,
         )
         self._change(self._routes, [route], [], ctx)
+        if name == Role.COLLECTOR:
+            ctx.timer(_COUNTS, FIRST_COUNTS_MS)
 
     def _incarnation(self, key: bytes, boot: int, ctx: Ctx) -> None:
         """A newer boot of a node: what the older one hosted is unroutable at once."""

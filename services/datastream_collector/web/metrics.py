@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.records import CHANNEL_BOOTSTRAP, CHANNEL_PROMPT
+from common.records import CHANNEL_BOOTSTRAP, CHANNEL_ENVELOPES, CHANNEL_PROMPT
 from services.datastream_collector.reader import Entry
 from services.datastream_collector.streams import CHANNEL_GAP
 from services.datastream_collector.web.prompts import OUTCOMES, at_ms, new_tokens
@@ -26,6 +26,7 @@ from services.datastream_collector.web.store import Store
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 OPEN_PROMPTS_MAX = 1024
+BROKERS_MAX = 64  # far above router and relay, four planes and a dozen verdicts
 STATES = (
     *("starting", "started", "reported in", "acknowledged", "loading", "weights loaded", "ready"),
     *("stopped", "failed"),
@@ -61,6 +62,9 @@ class Metrics:
             "smq_stream_lost_frames", "Frames that producers lost", ["stream", "reason"], registry=registry
         )
         self.missed = Gauge("smq_subscriber_missed_frames", "Frames that this process missed", registry=registry)
+        self._passed: dict[str, dict[str, dict[str, int]]] = {}
+        """Broker → plane → verdict → envelopes since that broker's start."""
+        registry.register(_Bus(self._passed))
         self._begun: dict[tuple[int, int], list[int]] = {}
         self._started: set[tuple[int, str]] = set()
         self._channels: set[tuple[str, str]] = set()
@@ -86,11 +90,27 @@ class Metrics:
                 self._prompt(entry)
             case channel if channel == CHANNEL_BOOTSTRAP:
                 self._bootstrap(entry)
+            case channel if channel == CHANNEL_ENVELOPES:
+                self._envelopes(entry)
             case channel if channel == CHANNEL_GAP:
                 lost = entry.content.get("lost")
                 if isinstance(lost, int) and lost > 0:
                     reason = str(entry.content.get("reason"))[:50]
                     self.lost.labels(str(entry.content.get("stream"))[:100], reason).inc(lost)
+
+    def _envelopes(self, entry: Entry) -> None:
+        passed = entry.body("passed")
+        broker = str(entry.content.get("broker"))[:20]
+        if broker in self._passed or len(self._passed) < BROKERS_MAX:
+            self._passed[broker] = {
+                str(plane)[:20]: {
+                    str(verdict)[:40]: count
+                    for verdict, count in list(counts.items())[:BROKERS_MAX]
+                    if isinstance(count, int) and not isinstance(count, bool) and count >= 0
+                }
+                for plane, counts in list(passed.items())[:BROKERS_MAX]
+                if isinstance(counts, dict)
+            }
 
     def _bootstrap(self, entry: Entry) -> None:
         content = entry.content
@@ -137,6 +157,22 @@ class Metrics:
     def render(self) -> bytes:
         """The text."""
         return generate_latest(self.registry)
+
+
+class _Bus(Collector):
+    """What brokers say has passed; their counts are totals already."""
+
+    def __init__(self, passed: dict[str, dict[str, dict[str, int]]]) -> None:
+        self._passed = passed
+
+    def collect(self) -> Iterator[Any]:
+        labels = ["broker", "plane", "verdict"]
+        family = CounterMetricFamily("smq_bus_envelopes", "Envelopes by plane and verdict", labels=labels)
+        for broker, planes in self._passed.items():
+            for plane, counts in planes.items():
+                for verdict, count in counts.items():
+                    family.add_metric([broker, plane, verdict], count)
+        yield family
 
 
 class _NewestRun(Collector):

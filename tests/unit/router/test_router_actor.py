@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from common.addresses import NO_RUN, Role
+from common.addresses import NO_RUN, Plane, Role
 from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.effects import Exit, Log, OwnerGone, SendFailed, StopSignal
 from common.limits import ADMIT_RESEND_MS, RESYNC_MS
@@ -272,3 +273,24 @@ def test_it_ends_with_its_owner_or_a_signal() -> None:
         routers = Routers()
         routers.event(event)
         assert routers.rig.effects() == [Exit(0)]
+
+
+@pytest.mark.spec("S1 7.7")
+def test_what_passed_is_counted_and_told_to_the_collector() -> None:
+    routers = Routers()
+    collector = b"c" * 32
+    routers.broker.admitted[collector] = Admission(Role.COLLECTOR)
+    routers.broker.passed.update({(Plane.PROMPT, "forwarded"): 3, (Plane.PROMPT, "full"): 1})
+    routers.rig.advance(60_000)
+    assert routers.rig.sent() == [], "nobody to tell"
+    routers.register(collector, INBOX, name="datastream_collector")
+    routers.rig.advance(1000)
+    ((dst, observe),) = routers.rig.sent()
+    (record,) = observe.records
+    assert (dst, record.producer_seq, record.channel) == (INBOX, 1, "mvp.bus.envelopes")
+    assert json.loads(record.payload) == {"broker": "router", "passed": {"prompt": {"forwarded": 3, "full": 1}}}
+    routers.rig.advance(10_000)
+    assert [observe.records[0].producer_seq for _, observe in routers.rig.sent()] == [2]
+    routers.tell(Unregister(address=INBOX, generation=1), collector)
+    routers.rig.advance(60_000)
+    assert routers.rig.sent() == []

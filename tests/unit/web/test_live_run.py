@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.stack import Stack, model_file, wait_for
 
@@ -22,6 +23,11 @@ OWN_CHANNELS = ("orch.bootstrap", "orch.prompt", "swim.membership", "orch.stage_
 WORKER_CHANNELS = (
     *("mvp.node.bootstrap", "mvp.node.stage", "mvp.node.prompt"),
     *("mvp.worker.engine", "host.cpu", "host.memory"),
+)
+METRICS_OF_THE_ISSUE = (
+    *("smq_prompts", "smq_prompt_first_token_seconds", "smq_tokens", "smq_token_seconds", "smq_prompt_queue_length"),
+    *("smq_worker_state", "smq_worker_restarts", "smq_phase_seconds", "smq_bus_envelopes"),
+    *("smq_stream_frames", "smq_stream_bytes", "smq_stream_lost_frames", "smq_price_per_hour_dollars"),
 )
 HTTP, WEB = "prompt_gateway.http", "datastream_collector.web"
 
@@ -144,9 +150,28 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
 
     def counted() -> str:
         text = httpx.get(url, timeout=10).text
-        return text if "smq_tokens_total" in text and 'smq_run{state="serving"} 1.0' in text else ""
+        is_there = all(
+            part in text
+            for part in (
+                'smq_prompts_total{outcome="done"} ',
+                'smq_run{state="serving"} 1.0',
+                "smq_bus_envelopes_total{",
+            )
+        )
+        return text if is_there and 'smq_prompts_total{outcome="done"} 0.0' not in text else ""
 
-    text = wait_for("metrics", counted, 10)
+    text = wait_for("metrics", counted, 30)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert all(family.documentation and family.type != "unknown" for family in families.values())
+    for name in METRICS_OF_THE_ISSUE:
+        assert name in families, f"{name} is missing: {sorted(families)}"
+        if name not in ("smq_worker_restarts", "smq_stream_lost_frames"):
+            assert families[name].samples, name
+    passed = {
+        (sample.labels["plane"], sample.labels["verdict"]): sample.value
+        for sample in families["smq_bus_envelopes"].samples
+    }
+    assert passed["control", "forwarded"] > 0 and passed["prompt", "forwarded"] > 0, passed
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['smq_prompts_total{outcome="done"}']) >= 1
     assert float(values["smq_prompt_first_token_seconds_count"]) >= 1

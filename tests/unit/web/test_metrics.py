@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.datastream_collector.reader import Damage, read
+from services.datastream_collector.reader import Damage, Entry, read
 from services.datastream_collector.web.metrics import Metrics
 from services.datastream_collector.web.store import Store
 from tests.browser.world import Writer, good_and_bad
@@ -96,3 +97,14 @@ def test_the_gateways_own_clock_counts_where_it_is_told(tmp_path: Path) -> None:
     samples = scrape(tmp_path / "a.jsonl")
     assert value(samples, "smq_prompt_first_token_seconds_sum") == pytest.approx(0.1, abs=0.01)
     assert value(samples, "smq_token_seconds_sum") == pytest.approx(0.04, abs=0.01)
+
+
+def test_envelopes_by_plane_and_verdict_are_the_brokers_own_totals() -> None:
+    metrics = Metrics()
+    for count in (5, 9):
+        payload = {"broker": "router", "passed": {"control": {"forwarded": count, "full": 1}, "prompt": 7}}
+        record = {"channel": "mvp.bus.envelopes", "stream": "mvp-orchestrator/1", "arrival_seq": count}
+        metrics.add(Entry({**record, "payload": {"value": json.dumps(payload)}}, run=1))
+    text = metrics.render().decode()
+    assert 'smq_bus_envelopes_total{broker="router",plane="control",verdict="forwarded"} 9.0' in text
+    assert 'verdict="full"} 1.0' in text
