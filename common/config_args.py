@@ -40,7 +40,7 @@ configuration file; config/ holds a commented example for each provider.
   --version                    the version
 
 Secrets come from the environment: VASTAI_API_KEY, HF_TOKEN.
-To stop: Ctrl-C, SIGTERM, the line "stop" on stdin, or {{"type":"shutdown"}} on the prompt RPC.
+To stop: Ctrl-C, SIGTERM, SIGHUP, the line "stop" on stdin, or {{"type":"shutdown"}} on the prompt RPC.
 
 example: {PROGRAM} --runtime-config config/process.toml
 """

@@ -95,7 +95,7 @@ class OwnerGone:
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """Event: SIGTERM or SIGINT; count is 1 for the first, 2 for the second (faster)."""
+    """Event: SIGTERM, SIGINT or SIGHUP; count is 1 for the first, 2 for the second (faster)."""
 
     name: str
     count: int

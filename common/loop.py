@@ -22,6 +22,12 @@ POOL_THREADS = {"start": 8, "stop": 8, "follow": 32, "misc": 4}
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks a process to end. SIGHUP, of a terminal that is closed, only where `nohup` has not said otherwise."""
+    usual = (signal.SIGTERM, signal.SIGINT)
+    return usual if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*usual, signal.SIGHUP)
+
+
 class Loop:
     """Readiness, wake-ups and threads; it knows nothing of actors."""
 
@@ -77,15 +83,16 @@ class Loop:
         self.add_fd(fd, ended)
 
     def watch_signals(self, on_signal: Callable[[str], None]) -> None:
-        """SIGTERM and SIGINT arrive as calls in the loop."""
+        """The stop signals arrive as calls in the loop."""
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        wanted = stop_signals()
+        for number in wanted:
             signal.signal(number, lambda *_: None)
 
         def readable() -> None:
             for number in os.read(reader, 64):
-                if number in (signal.SIGTERM, signal.SIGINT):
+                if number in wanted:
                     on_signal(signal.Signals(number).name)
 
         self.add_fd(reader, readable)

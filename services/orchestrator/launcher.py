@@ -24,6 +24,7 @@ from common.door import DoorError
 from common.effects import StopSignal
 from common.host import Host
 from common.limits import CONFIG_RESOLVE_MS
+from common.loop import stop_signals
 from common.messages.config import ConfigFailed, ConfigResolved
 from common.messages.service import ServiceFailed
 from common.security import SecurityError, init
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     launch = Launch(args)
     # Until the host's loop takes them over, signals just end the launch.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, launch.interrupted)
     try:
         status, error = launch.run()
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             error += "\n" + traceback.format_exc()
     finally:
         # The end is bounded; a signal that broke it off would leave services behind.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
         left = launch.close()
     if error:

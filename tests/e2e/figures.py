@@ -13,9 +13,12 @@ from collections.abc import Iterator
 
 from tests.e2e.stack import Record, Stack, StackError, wait_for
 from tests.e2e.witness import Witness
+from tests.support.socket_proxy import SocketProxy
 
 CONFIG = '[relay]\nmode = "default"\n'
 NOTICE_LIMIT_S = 60.0
+PLANES = ("control", "prompt", "edge", "stream")
+PARTIES_MIN = 5  # orchestrator, five services and the worker dial; one may have been faster than the test
 FAILED_STATES = ("dead", "left")
 
 
@@ -105,6 +108,30 @@ def unroutable_s(stack: Stack, witness: Witness) -> tuple[float, float]:
     unrouted = time.monotonic() - began
     witness.wait("the message's failure", lambda: witness.failures, NOTICE_LIMIT_S)
     return unrouted, witness.failures[0][0] - began
+
+
+def healed_s() -> float:
+    """Every party loses its connections to the router, which keeps its ends and is not told: seconds until all are
+    connected again and a prompt is answered."""
+    stack = Stack()
+    with contextlib.ExitStack() as ends:
+        proxies = [ends.enter_context(SocketProxy(stack.run_dir / f"router-{plane}.sock")) for plane in PLANES]
+        ends.enter_context(stack)
+        served(stack)
+        stack.ask("hello", max_tokens=2)
+        before = [proxy.connections for proxy in proxies]
+        if min(before) < PARTIES_MIN:
+            raise StackError(f"only {before} connections of {', '.join(PLANES)} go through the test")
+        began = time.monotonic()
+        for proxy in proxies:
+            proxy.abandon()
+
+        def again() -> bool:
+            return all(proxy.connections >= had for proxy, had in zip(proxies, before, strict=True))
+
+        wait_for("connected again", again, NOTICE_LIMIT_S)
+        answers_s(stack, NOTICE_LIMIT_S)
+        return time.monotonic() - began
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ class Witness:
     """Use as a context manager, in the main thread. It lives only while it waits."""
 
     def __init__(self, stack: Stack) -> None:
-        stack.kill("config_resolver")
+        if any(process.part == "config_resolver" for process in stack.left()):
+            stack.kill("config_resolver")
         wait_for("the resolver's end", lambda: not [p for p in stack.left() if p.part == "config_resolver"], 10)
         self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self._host = Host.from_bus_file(stack.run_dir / "bus" / f"{Role.RESOLVER}.json")

@@ -27,6 +27,7 @@ class SocketProxy:
         self._flips = {"there": 0, "back": 0}
         self._cut_after = -1
         self._links: list[tuple[socket.socket, socket.socket]] = []
+        self._kept: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self.passed = 0
         """Bytes that went through, both ways."""
@@ -57,6 +58,19 @@ class SocketProxy:
             self._cut_after = self.passed + after_bytes
         if not after_bytes:
             self._cut_if_due()
+
+    def abandon(self) -> None:
+        """Close every connection for who dialled; who listens keeps its end, and hears nothing more there."""
+        links, self._links = self._links, []
+        self._kept.update(server for _, server in links)
+        for client, _ in links:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def connections(self) -> int:
+        """How many go through now."""
+        return len(self._links)
 
     def flip(self, way: str) -> None:
         """One byte of the next piece that goes "there" (to who listens) or "back" arrives inverted."""
@@ -110,8 +124,9 @@ class SocketProxy:
                     self.passed += len(data)
                 self._cut_if_due()
         for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            if end not in self._kept:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     def _harmed(self, way: str, data: bytes) -> bytes:
         with self._state:

@@ -1,0 +1,111 @@
+"""Membership and routing on real processes (issue 5), with room for a loaded machine: the exact figures are those of
+`./dev bench sim`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.figures import (
+    CONFIG,
+    exit_noticed_s,
+    false_deaths,
+    healed_s,
+    rejoin_s,
+    served,
+    silent_noticed_s,
+    transitions,
+    unroutable_s,
+)
+from tests.e2e.stack import Asker, Stack
+from tests.e2e.witness import Witness
+
+EXIT_NOTICED_S = 3.0  # 1 s on a machine that is free
+SILENT_NOTICED_S = 20.0  # 10 s
+REJOIN_S = 15.0  # 5 s
+HEALED_S = 9.0  # 3 s
+UNROUTABLE_S = 3.0  # at once
+SATURATED_S = 15.0  # 60 s
+STOPPED_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """One run for everything that heals."""
+    with Stack(config=CONFIG) as stack:
+        served(stack)
+        yield stack
+
+
+@pytest.mark.spec("S1 7.7")
+def test_no_death_while_all_cores_are_saturated(stack: Stack) -> None:
+    assert false_deaths(stack, SATURATED_S) == 0
+    stack.assert_answers()
+
+
+@pytest.mark.spec("S1 7.7", "S1 8.3", "S1 4.11")
+def test_a_stopped_worker_is_noticed_and_comes_back_without_an_operator(stack: Stack) -> None:
+    """Dead on record, and the prompt under way gets its fault; then alive, and the next prompt its answer."""
+    noticed, back = silent_noticed_s(stack, STOPPED_S)
+    print(f"dead on record after {noticed:.1f} s, an answer {back:.1f} s after it went on")
+    assert noticed <= SILENT_NOTICED_S
+    steps = [(record.detail["from"], record.detail["to"]) for record in transitions(stack)]
+    assert ("suspect", "dead") in steps and steps[-1][1] == "alive", steps
+    for record in transitions(stack):
+        assert record.detail["peer"] and record.detail["logical_id"] and record.detail["reason"], record.detail
+    stack.assert_answers()
+
+
+@pytest.mark.spec("S1 6.1", "S1 7.7")
+def test_a_killed_router_is_rejoined_by_all(stack: Stack) -> None:
+    with Witness(stack) as witness:
+        seconds = rejoin_s(stack, witness)
+    print(f"rejoined after {seconds:.1f} s")
+    assert seconds <= REJOIN_S
+    stack.assert_answers()
+
+
+@pytest.mark.spec("S1 6.2", "S1 6.11", "S1 8.3", "S1 10.12", "S1 9.15")
+def test_a_dead_worker_is_unroutable_at_once(stack: Stack) -> None:
+    """Last: it ends the run. Who has sent is told, and the transitions of its routes are records."""
+    asker = Asker(stack.addr(), "Write a long story.")
+    asker.wait_text()
+    with Witness(stack) as witness:
+        unrouted, told = unroutable_s(stack, witness)
+    print(f"unrouted after {unrouted:.2f} s, told after {told:.2f} s")
+    assert max(unrouted, told) <= UNROUTABLE_S
+    assert stack.assert_failed().startswith("node 1 exited while serving prompts: ")
+    assert [line["type"] for line in asker.terminals()] == ["fault"]
+    found = [record for record in stack.archive.records() if record.channel == "mvp.orch.stage_route"]
+    routes = [record.detail for record in found if record.phase == "route_transition"]
+    assert {detail["kind"] for detail in routes} == {"node_actor", "datastream_publisher"}
+    steps = {(detail["from"], detail["to"]) for detail in routes}
+    assert {("routed", "suspended"), ("suspended", "routed"), ("routed", "none")} <= steps, steps
+    assert all(detail["peer"] and detail["logical_id"] and detail["reason"] for detail in routes), routes
+    assert [detail["reason"] for detail in routes if detail["to"] == "none"][-1] == "revoked"
+
+
+@pytest.mark.spec("S1 9.15")
+@pytest.mark.parametrize("part", ["agent", "engine"])
+def test_an_exit_is_noticed(part: str) -> None:
+    seconds = exit_noticed_s(part)
+    print(f"noticed after {seconds:.2f} s")
+    assert seconds <= EXIT_NOTICED_S
+
+
+@pytest.mark.spec("S1 7.7")
+def test_a_connection_that_only_the_broker_still_has_heals() -> None:
+    """Each party's end closes, the broker's stays open and deaf: on all planes of everybody at once."""
+    seconds = healed_s()
+    print(f"healed after {seconds:.2f} s")
+    assert seconds <= HEALED_S
+
+
+@pytest.mark.spec("S1 9.17")
+def test_a_hang_up_of_the_terminal_is_a_controlled_stop() -> None:
+    with Stack() as stack:
+        stack.wait_record("serve_prompts", "started")
+        stack.kill("orchestrator", signal.SIGHUP)
+        stack.assert_stopped("SIGHUP")
