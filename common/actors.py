@@ -170,7 +170,10 @@ class Ctx:
 
     def effect(self, effect: Effect) -> None:
         """Hand an effect to the shell."""
-        self._system.effects.append((self.address, effect))
+        if (perform := self._system.at_once.get(type(effect))) is not None:
+            perform(self.address, effect)
+        else:
+            self._system.effects.append((self.address, effect))
 
     def observe(self, channel: str, payload: bytes, source: str = "") -> None:
         """Emit a record on the orchestrator's datastream (common/records.py builds the payloads)."""
@@ -198,6 +201,9 @@ class ActorSystem:
         self.now_ms = 0
         self.wall_ms = 0
         self.effects: list[tuple[bytes, Effect]] = []
+        self.at_once: dict[type[Effect], Callable[[bytes, Any], None]] = {}
+        """Effects that a shell performs while the handler still runs, for their latency: a write that cannot fail and
+        answers with events only."""
         self.outbound: list[Outbound] = []
         self.watchers: dict[str, list[bytes]] = {}
         self.wanted_views: set[str] = set()

@@ -88,9 +88,12 @@ class BaseHost:
         """Run `call` in the loop; from any thread."""
         self.loop.call_soon(call)
 
-    def on_effect(self, kind: type[Effect], handler: Callable[[bytes, Any], None]) -> None:
-        """Handle effects of a type: handler(actor_address, effect)."""
+    def on_effect(self, kind: type[Effect], handler: Callable[[bytes, Any], None], *, at_once: bool = False) -> None:
+        """Handle effects of a type: handler(actor_address, effect). at_once: as soon as an actor asks for it, not when
+        all actors are done (ActorSystem.at_once)."""
         self._handlers[kind] = handler
+        if at_once:
+            self.node.system.at_once[kind] = handler
 
     # --- effects ----------------------------------------------------------------------------------------------
     def _run_job(self, address: bytes, job: RunJob) -> None:

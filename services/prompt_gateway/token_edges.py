@@ -217,7 +217,7 @@ class TokenEdgeShell:
         self._candidates: list[str] = []
         host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect))
         host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect))
-        host.on_effect(WriteTokenIn, lambda _, effect: self._write(effect))
+        host.on_effect(WriteTokenIn, lambda _, effect: self._write(effect), at_once=True)
         host.on_effect(CarriedIn, lambda _, effect: self._carried(effect))
         host.on_effect(PumpEdges, lambda _, __: self._pump())
         host.on_effect(DropTokenEdges, lambda _, __: self._drop())

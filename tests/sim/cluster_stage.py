@@ -220,7 +220,7 @@ class GatewayEdges:
         self.shell = TokenEdgeShell(cast(Any, self), gateway, self._open)
         host.on_exit.append(lambda _: [sockets.close() for sockets in self.sockets])
 
-    def on_effect(self, kind: type, handler: Callable[[bytes, Any], None]) -> None:
+    def on_effect(self, kind: type, handler: Callable[[bytes, Any], None], *, at_once: bool = False) -> None:
         self._host.perform(kind, handler)
 
     def _open(self, keys: Any) -> SimEdgeSockets:

@@ -232,21 +232,27 @@ class PipelinePromptRuntime:
         if not record.payload:
             return self._fault(active, f"the pipeline gave up object {record.object_id}", ctx)
         (token,) = decode_tokens(record.payload)
+        is_new = at == active.generated
+        if is_new and not record.end:
+            self._feed_back(active, token, ctx)
         detail = {
             "edge_id": self._token_out,
             "object_id": record.object_id,
             "sequence": record.sequence,
             "eos": record.end,
-            "generated_index": active.generated + (not record.end),
+            "generated_index": at + (not record.end),
         }
         self._records.emit(ctx, "pipeline_token_out", "observed", active.work, detail)
-        if at < active.generated:
+        if not is_new:
             return self._repeated(active, at, token, ctx)
         if record.end:
             active.is_open = False
             self._end(active, "stop")
-            self._decode(active, [], ctx)
-            return []
+        self._decode(active, [] if record.end else [token], ctx)
+        return []
+
+    def _feed_back(self, active: ActivePipelinePrompt, token: int, ctx: Ctx) -> None:
+        """First of all: the stages wait for it, and for nothing else that is done with a token here."""
         active.answer.append(token)
         cap = active.work.max_tokens
         if cap and active.generated >= cap:
@@ -257,8 +263,6 @@ class PipelinePromptRuntime:
             self._inject(active, [token], ctx, begin=False)
         if active.finish:
             self._close_sequence(active, ctx)
-        self._decode(active, [token], ctx)
-        return []
 
     def _repeated(self, active: ActivePipelinePrompt, at: int, token: int, ctx: Ctx) -> list[PromptEvent]:
         """A token of a replay: the stages went on from the one that the client has, whatever they would say now."""
