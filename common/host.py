@@ -84,6 +84,10 @@ class BaseHost:
         """Hand an event to an actor (loop thread only); handled in this turn."""
         self.node.deliver(address, event)
 
+    def run_actors(self) -> None:
+        """Handle what was delivered now and not at the turn's end; not from inside of an actor."""
+        self.node.run_actors(self.loop.now_ms(), self.loop.wall_ms())
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` in the loop; from any thread."""
         self.loop.call_soon(call)

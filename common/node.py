@@ -174,6 +174,11 @@ class Node:
         self._link_effects(self.link.tick(now_ms))
         self._settle()
 
+    def run_actors(self, now_ms: int, wall_ms: int) -> None:
+        """Handle what was delivered, in the middle of a turn; what is sent leaves with the next tick."""
+        self.now_ms, self.wall_ms = now_ms, wall_ms
+        self.system.run(now_ms, wall_ms)
+
     def on_refused(self, plane: Plane) -> None:
         """The socket monitor saw a failed handshake."""
         self._link_effects(self.link.on_refused(plane, self.now_ms))

@@ -215,13 +215,18 @@ class TokenEdgeShell:
         self._host, self._gateway, self._transport = host, gateway, transport
         self._port: EdgePort | None = None
         self._candidates: list[str] = []
-        host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect))
-        host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect))
+        self._arrived: list[tuple[int, Record]] = []
+        self._owed: list[tuple[int, int]] = []
+        """(edge, end offset) of records that were handed over and not credited yet."""
+        self._turning = False
+        # At once because of the write; the others too, so that they keep their order.
+        host.on_effect(ListenTokenOut, lambda _, effect: self._listen(effect), at_once=True)
+        host.on_effect(DialTokenIn, lambda _, effect: self._dial(effect), at_once=True)
         host.on_effect(WriteTokenIn, lambda _, effect: self._write(effect), at_once=True)
+        host.on_effect(DropTokenEdges, lambda _, __: self._drop(), at_once=True)
+        host.on_effect(CloseTokenEdges, lambda _, __: self.close(), at_once=True)
         host.on_effect(CarriedIn, lambda _, effect: self._carried(effect))
         host.on_effect(PumpEdges, lambda _, __: self._pump())
-        host.on_effect(DropTokenEdges, lambda _, __: self._drop())
-        host.on_effect(CloseTokenEdges, lambda _, __: self.close())
         host.node.spawn(EdgeCarrierActor(gateway), address=carrier_address(host.node_key))
 
     def _now_ms(self) -> int:
@@ -238,13 +243,18 @@ class TokenEdgeShell:
                 self.close()
                 self._host.deliver(self._gateway, TokenOutBound([], str(error)))
                 return
-            self._host.loop.add_fd(self._port.fd, self._pump)
+            self._host.loop.add_fd(self._port.fd, self._readable)
         self._port.accept(effect.edge)
         self._host.deliver(self._gateway, TokenOutBound(self._candidates))
 
     def _drop(self) -> None:
+        self._forget()
         if self._port is not None:
             self._port.reset()
+
+    def _forget(self) -> None:
+        self._arrived.clear()
+        self._owed.clear()
 
     def _dial(self, effect: DialTokenIn) -> None:
         if self._port is not None:
@@ -253,29 +263,60 @@ class TokenEdgeShell:
     def _write(self, effect: WriteTokenIn) -> None:
         if self._port is not None and self._port.has(effect.edge_id):
             self._port.write(effect.edge_id, effect.data, self._now_ms())
-            self._pump()
+            if not self._turning:
+                self._pump()
 
     def _carried(self, effect: CarriedIn) -> None:
         if self._port is not None:
             self._port.carried(effect.peer, effect.frame, self._now_ms())
+            self._hand_over()
+            self._give_back()
+
+    def _readable(self) -> None:
+        """The stages wait for what follows from a token: that comes before its credit and everything else of the
+        turn."""
+        if self._port is None:
+            return
+        self._port.pump(self._now_ms())
+        if self._arrived:
+            self._hand_over()
+            self._turning = True
+            self._host.run_actors()
+            self._turning = False
+            self._give_back()
+            self._pump()  # what was sent may have taken events off the descriptor
 
     def _pump(self) -> None:
         if self._port is not None:
             self._port.pump(self._now_ms())
+            self._hand_over()
+            self._give_back()
+
+    def _hand_over(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for edge_id, record in arrived:
+            self._host.deliver(self._gateway, TokenRecord(edge_id, record))
+            self._owed.append((edge_id, record.end_offset))
+
+    def _give_back(self) -> None:
+        """A token is consumed when it is read."""
+        owed, self._owed = self._owed, []
+        for edge_id, end_offset in owed:
+            if self._port is not None:
+                self._port.consumed(edge_id, end_offset)
 
     def close(self) -> None:
         """CloseTokenEdges."""
         if self._port is not None:
             port, self._port = self._port, None
+            self._forget()
             self._host.loop.remove_fd(port.fd)
             port.term()
 
     # --- EdgeEvents -------------------------------------------------------------------------------------------
     def edge_record(self, edge_id: int, record: Record) -> None:
-        """To the serving loop; a token is consumed when it is read."""
-        assert self._port is not None
-        self._port.consumed(edge_id, record.end_offset)
-        self._host.deliver(self._gateway, TokenRecord(edge_id, record))
+        """To the serving loop."""
+        self._arrived.append((edge_id, record))
 
     def edge_ready(self, edge_id: int, path: str) -> None:
         """To the orchestrator."""

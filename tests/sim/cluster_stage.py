@@ -223,6 +223,9 @@ class GatewayEdges:
     def on_effect(self, kind: type, handler: Callable[[bytes, Any], None], *, at_once: bool = False) -> None:
         self._host.perform(kind, handler)
 
+    def run_actors(self) -> None:
+        """The simulated host handles what was delivered in the same turn anyway."""
+
     def _open(self, keys: Any) -> SimEdgeSockets:
         sockets = SimEdgeSockets(self._net, self._host.name)
         self.sockets.append(sockets)

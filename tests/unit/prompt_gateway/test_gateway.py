@@ -24,7 +24,7 @@ from common.messages.serve import (
     ServingFailed,
     ShutdownRequested,
 )
-from common.messages.service import Lease, RunEnded
+from common.messages.service import Lease, LeaseKept, RunEnded
 from services.prompt_gateway.core import RpcState
 from services.prompt_gateway.tcp import ListenFailed, Listening, ListenTcp, StopListening
 from tests.unit.prompt_gateway.rig import AGENT, OPEN, ORCHESTRATOR, PORT, Rig
@@ -564,6 +564,7 @@ def test_a_lost_lease_settles_the_run_and_the_gateway_waits_for_the_next() -> No
     rig.ask(conn)
     rig.reports()
     rig.tell(Lease(ttl_ms=LEASE_TTL_MS), src=ORCHESTRATOR)
+    assert rig.reports() == [LeaseKept()]
     rig.advance(LEASE_TTL_MS - 1)
     assert rig.lines(conn) == []
     rig.advance(1)
