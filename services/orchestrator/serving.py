@@ -72,7 +72,7 @@ class Serving(Closing):
             self._gateway_kept_ms = ctx.now_ms
         limit_ms = self._silent_limit_ms()
         if ctx.now_ms - self._gateway_kept_ms >= limit_ms:
-            self.service_lost(Role.GATEWAY, f"did not answer for {limit_ms // 1000} s {self._when()}", ctx)
+            self.service_lost(Role.GATEWAY, f"did not answer for {limit_ms // 1000} s {self.when()}", ctx)
 
     def _silent_limit_ms(self) -> int:
         return WORKER_SILENT_MS_SERVING if self.phase is Phase.SERVING else WORKER_SILENT_MS_STARTUP
