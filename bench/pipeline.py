@@ -1,8 +1,8 @@
-"""One model over several workers: what the pipeline costs on one host, one thread per worker (issue 4).
+"""One model over several workers: what the pipeline costs on one host and over slow links (issue 4).
 
-Each number of stages is one whole run of mvp-orchestrator with process workers and the real model. Greedy text must be
-that of one stage for every prompt. Decode is tokens a second between the first and the last token of an answer. Delays
-between network namespaces are not measured here: they need privileges that a test machine may not give.
+Runs of mvp-orchestrator with process workers and the real model, one thread a worker, side by side; rounds go through
+them in turn, so that each ratio compares neighbours in time. Decode is the time between an answer's first and last
+token. Delays are made between network namespaces of this machine (root; bench/_wan.py says how).
 """
 
 from __future__ import annotations
@@ -10,94 +10,179 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
+from bench import _cut, _wan
+from bench._bare import BareEngine
 from services.prompt_gateway.wire import DoneLine
-from tests.e2e.stack import Stack, model_file
+from tests.e2e.stack import Stack, StackError, model_file
 from tools.fetch_model import fetch_default
-from tools.prompt_client import PromptClient
+from tools.prompt_client import PromptClient, PromptClientError
 
-ROUNDS = 3
-STAGES = "1,2,4"
+ROUNDS = 5
+CUTS = (2, 3, 7, 30)
 DECODE_TOKENS = 96
-LONG_WORD = "lighthouse "
-PREFILL_TOKENS = 512
+PREFILL_WORDS = 470  # about 512 tokens
 STORY = "Write a long story about a lighthouse keeper and the sea."
-PROMPTS = (
-    "What is the capital of France?",
-    "Count from one to twenty.",
-    "Name three primary colors.",
-    "Write one sentence about 海.",
-    "a",
-    LONG_WORD * 300,
-)
+PROMPTS = ("What is the capital of France?", "Count from one to twenty.", "Write one sentence about 海.", "a")
+WAN_ROUNDS_MAX = 3
+WAN_KEYS = tuple(f"wan_{delay}ms_error" for delay in _wan.DELAYS_MS)
+Figures = dict[str, object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument("--stages", default=STAGES, help="numbers of stages to measure (%(default)s)")
+    parser.add_argument("--only", choices=("identical", "share", "rpc", "wan"), help="one part (%(default)s: all)")
 
 
 @contextmanager
-def running(stages: int) -> Iterator[Stack]:
-    """A stack that is ready for prompts; one stage is direct mode."""
-    with Stack(args=("--pipeline-stages", str(stages)), environ={"OMP_NUM_THREADS": "1"}) as stack:
+def running(threads: int, *args: str, config: str = "") -> Iterator[PromptClient]:
+    """A client of a run that is ready; at the end the run is stopped as an operator stops it."""
+    with Stack(args=args, config=config, environ={"OMP_NUM_THREADS": str(threads)}) as stack:
         stack.addr()
-        yield stack
+        with stack.client() as client:
+            yield client
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
 
 
-def ask(client: PromptClient, prompt: str, count: int) -> tuple[DoneLine, list[float]]:
-    """The end of a prompt and when its texts came, seconds from its start."""
+def ask(client: PromptClient, prompt: str, count: int) -> tuple[DoneLine, float, float]:
+    """The end of a prompt, seconds to its first text, seconds a token between the first and the last."""
     started, times = time.monotonic(), []
     done = None
     for event in client.submit(prompt, max_tokens=count):
         times.append(time.monotonic() - started)
-        if isinstance(event, DoneLine):
-            done = event
+        done = event if isinstance(event, DoneLine) else done
     assert done is not None
-    return done, times
+    return done, times[0], (times[-1] - times[0]) / max(1, done.tokens_generated - 1)
 
 
-def measure(stages: int, rounds: int) -> dict[str, object]:
-    """Of one number of stages: answers, decode and prefill speed."""
-    with running(stages) as stack, stack.client() as client:
-        answers = [(done.final_text, done.tokens_generated) for done, _ in (ask(client, p, 24) for p in PROMPTS)]
-        decode, first = [], []
-        long = LONG_WORD * (PREFILL_TOKENS - 40)
-        for _ in range(rounds):
-            done, times = ask(client, STORY, DECODE_TOKENS)
-            decode.append((done.tokens_generated - 1) / (times[-1] - times[0]))
-            done, times = ask(client, long, 1)
-            first.append(done.prompt_tokens / times[0])
-        stack.say("stop\n")
-        stack.assert_stopped("stdin")
-    return {"answers": answers, "decode": decode, "prefill": first}
+def spread(key: str, ratios: Sequence[float]) -> Figures:
+    """A ratio and what it was in the rounds."""
+    return {
+        key: round(statistics.median(ratios), 4),
+        f"{key}_min": round(min(ratios), 4),
+        f"{key}_max": round(max(ratios), 4),
+    }
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
+# --- the parts ----------------------------------------------------------------------------------------------------
+def identical() -> Figures:
+    """Ids and text of 20 prompts from 1 to 2,000 tokens for every cut, in one process."""
+    asked, expected = _cut.whole(model_file())
+    differ = [stages for stages in CUTS if _cut.cut(model_file(), stages, asked) != expected]
+    return {
+        "identical": not differ,
+        "identical_stages": [1, *CUTS],
+        "identical_prompt_tokens": list(_cut.LENGTHS),
+        "identical_differ": differ,
+    }
+
+
+def share(rounds: int, feedback: str) -> Figures:
+    """Decode and prefill of 2 and 4 stages over one."""
+    suffix = "_direct" if feedback == "direct" else ""
+    decode: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    prefill: dict[int, list[float]] = {1: [], 2: []}
+    texts: dict[int, list[str]] = {}
+    with ExitStack() as stacks:
+        config = f'[pipeline]\nfeedback = "{feedback}"\n'
+        clients = {
+            stages: stacks.enter_context(running(1, "--pipeline-stages", str(stages), config=config))
+            for stages in decode
+        }
+        for stages, client in clients.items():
+            texts[stages] = [ask(client, prompt, 24)[0].final_text for prompt in PROMPTS]
+        for number in range(rounds):
+            for stages, client in clients.items():
+                decode[stages].append(ask(client, STORY, DECODE_TOKENS)[2])
+            for stages in prefill:
+                # Its beginning is new each time: one worker would know it again from the last prompt.
+                done, first_s, _ = ask(clients[stages], f"{number} " + "lighthouse " * PREFILL_WORDS, 1)
+                prefill[stages].append(first_s / done.prompt_tokens)
+    figures: Figures = {f"identical_end_to_end{suffix}": texts[1] == texts[2] == texts[4]}
+    for stages in (2, 4):
+        ratios = [one / many for one, many in zip(decode[1], decode[stages], strict=True)]
+        figures |= spread(f"share_{stages}_stages{suffix}", ratios)
+    if not suffix:
+        ratios = [one / many for one, many in zip(prefill[1], prefill[2], strict=True)]
+        figures |= spread("prefill512_2_stages_ratio", ratios)
+        figures["prefill512_tokens_per_s"] = {
+            str(stages): round(1 / statistics.median(values), 1) for stages, values in prefill.items()
+        }
+    figures[f"decode_tokens_per_s{suffix}"] = {
+        str(stages): round(1 / statistics.median(values), 1) for stages, values in decode.items()
+    }
+    return figures
+
+
+def rpc_overhead(rounds: int) -> Figures:
+    """Direct mode through the prompt RPC over the bare engine with the same threads."""
+    cores = len(os.sched_getaffinity(0))
+    figures: Figures = {}
+    for key, threads in (("rpc_overhead_share", cores - 1), ("rpc_overhead_share_saturated", cores)):
+        if not threads:
+            figures |= {key: None, f"{key}_why": "one core leaves no thread for the engine"}
+            continue
+        with running(threads) as client, BareEngine(model_file(), threads) as bare:
+            ask(client, STORY, 8)
+            bare.token_s(STORY, 8)
+            ratios = []
+            for _ in range(rounds):
+                through = ask(client, STORY, 2 * DECODE_TOKENS)[2]
+                ratios.append(through / bare.token_s(STORY, 2 * DECODE_TOKENS) - 1)
+        figures |= spread(key, ratios)
+    return figures
+
+
+def wan(rounds: int, feedback: str) -> Figures:
+    """Two stages and the run, each in a network namespace of its own."""
+    keys = [key + ("_direct" if feedback == "direct" else "") for key in WAN_KEYS]
+    why = _wan.why_not()
+    if not why:
+        try:
+            return _wan.measure(min(rounds, WAN_ROUNDS_MAX), feedback)
+        except (OSError, subprocess.CalledProcessError, StackError, PromptClientError) as error:
+            why = f"the run across namespaces failed: {error}"
+    return dict.fromkeys(keys) | {f"{key}_why": why for key in keys}
+
+
+def feedbacks() -> Iterator[tuple[str, str]]:
+    """(feedback, why it cannot be measured): the direct one only where this build serves it."""
+    yield "gateway", ""
+    try:
+        with running(1, "--pipeline-stages", "2", config='[pipeline]\nfeedback = "direct"\n') as client:
+            ask(client, "Hi", 2)
+    except (StackError, PromptClientError) as error:
+        yield "direct", f'[pipeline] feedback = "direct" is not served by this build: {str(error)[:200]}'
+    else:
+        yield "direct", ""
+
+
+def run(arguments: argparse.Namespace) -> Figures:
     """The bench."""
     fetch_default(model_file().parent)
-    counts = [int(word) for word in arguments.stages.split(",")]
-    found = {count: measure(count, arguments.rounds) for count in counts}
-    figures: dict[str, object] = {
-        "cores": os.cpu_count(),
+    only = arguments.only
+    figures: Figures = {
         "model": "SmolLM2-135M-Instruct.Q4_1",
         "threads_per_worker": 1,
+        "wan_how": "a user-space router holds the packets between network namespaces back (TUN interfaces)",
     }
-    for count, of in found.items():
-        for name in ("decode", "prefill"):
-            samples = [float(value) for value in of[name]]  # type: ignore[attr-defined]
-            figures[f"stages_{count}_{name}_tok_s"] = round(statistics.median(samples), 1)
-            figures[f"stages_{count}_{name}_tok_s_all"] = [round(value, 1) for value in samples]
-    base = counts[0]
-    for count in counts[1:]:
-        for name in ("decode", "prefill"):
-            one, many = figures[f"stages_{base}_{name}_tok_s"], figures[f"stages_{count}_{name}_tok_s"]
-            figures[f"stages_{count}_{name}_ratio"] = round(float(many) / float(one), 3)  # type: ignore[arg-type]
-        figures[f"stages_{count}_text_identical"] = found[count]["answers"] == found[base]["answers"]
-    for name in ("delay_5ms_ratio", "delay_25ms_ratio", "delay_50ms_ratio"):
-        figures[name] = None
-        figures[f"{name}_why"] = "network namespaces with a delay are not set up by this bench"
+    if only in (None, "identical"):
+        figures |= identical()
+    if only in (None, "share", "wan"):
+        for feedback, why in feedbacks():
+            for part, measure in (("share", share), ("wan", wan)):
+                if only in (None, part):
+                    figures |= measure(arguments.rounds, feedback) if not why else _unmeasured(part, why)
+    if only in (None, "rpc"):
+        figures |= rpc_overhead(arguments.rounds)
     return figures
+
+
+def _unmeasured(part: str, why: str) -> Figures:
+    keys = [f"{key}_direct" for key in (WAN_KEYS if part == "wan" else ("share_2_stages", "share_4_stages"))]
+    return dict.fromkeys(keys) | {f"{key}_why": why for key in keys}
