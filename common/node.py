@@ -29,7 +29,6 @@ from common.held import Held
 from common.limits import (
     ENVELOPE_BYTES_MAX,
     LINK_DOWN_FAILS_SENDS_MS,
-    OWN_RETRY_MS,
     UNROUTABLE_HOLD_MS,
 )
 from common.link import Link, LinkEffect, LinkReset, LinkSend, LinkUp, LocalDoor
@@ -50,6 +49,7 @@ from common.messages.bus import (
 )
 from common.session import Failure, Item
 from common.session_table import SessionTable
+from common.standing import Standing
 from common.views import Views
 
 if TYPE_CHECKING:
@@ -113,11 +113,7 @@ class Node:
         self._held = Held()
         self._found_new = False
         self._learned: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
-        self._watched: dict[str, tuple[bytes, int]] = {}
-        self._watch_again: set[str] = set()
-        self._register_again: dict[bytes, int] = {}
-        self._retry_at = 0
-        self._subscribed_for = (0, -1)
+        self._standing = Standing(self.system, self.views, self.link, self._send, self._unknown)
         self.now_ms = 0
         self.wall_ms = 0
 
@@ -190,11 +186,10 @@ class Node:
             self.system.next_deadline(),
             self._sessions.next_deadline(self.link.is_up),
             self._held.next_deadline(),
+            self._standing.next_deadline(),
         ]
         if self.system.outbound:
             times.append(self.now_ms)
-        if (self._watch_again or self._register_again) and self.link.up:
-            times.append(self._retry_at)
         return min([at for at in times if at is not None], default=None)
 
     # --- frames in --------------------------------------------------------------------------------------------
@@ -306,12 +301,11 @@ class Node:
             replica = self.views.by_name(update.view)
         except KeyError:
             return
-        if self._watched.get(update.view, (b"", 0))[0] != publisher:
+        if not self._standing.publishes(update.view, publisher):
             return
         revoked = self._revoked_by(update)
         if not replica.apply(update):
-            self._watch_again.add(update.view)
-            self._retry_at = self.now_ms
+            self._standing.missed(update.view, self.now_ms)
         self._view_changed(update.view)
         self._end_revoked(revoked)
 
@@ -340,38 +334,6 @@ class Node:
         for address in list(self.system.watchers.get(view, [])):
             self.system.deliver(address, ViewChanged(view))
 
-    def _subscribe(self) -> None:
-        """Watch what is wanted at whoever publishes it now; again when the publisher's boot changes, after a gap, and
-        after each break of the link, during which a publisher may have given this watcher up."""
-        if isinstance(self.link, LocalDoor) or not self.link.up:
-            return
-        wanted = (self.views.routes.revision, len(self.system.wanted_views))
-        due = bool(self._watch_again or self._register_again) and self.now_ms >= self._retry_at
-        if wanted == self._subscribed_for and not due:
-            return
-        self._subscribed_for = wanted
-        if due:
-            self._retry_at = self.now_ms + OWN_RETRY_MS
-            self._say_registrations()
-        for view in sorted({"routes"} | self.system.wanted_views):
-            if view in ("routes", "paths"):
-                publisher, boot, actor = self.link.router_key, self.link.router_boot, self.link.router_key
-            else:
-                route = self.views.routes.named(Role.MEMBERSHIP)
-                if route is None:
-                    if self._watched.pop(view, None):
-                        self._unknown(view)
-                    continue
-                publisher, boot, actor = route.node, route.boot, route.address
-            same = self._watched.get(view) == (publisher, boot)
-            if same and not (due and view in self._watch_again):
-                continue
-            self._watch_again.discard(view)
-            self._watched[view] = (publisher, boot)
-            if not same and view != "routes":
-                self._unknown(view)
-            self._send(Outbound(self.identity.key, actor, Watch(view=view), 0), publisher, boot)
-
     def _unknown(self, view: str) -> None:
         """Nobody publishes this view now: it reads unknown until the next Snapshot."""
         if self.views.by_name(view).known:
@@ -382,31 +344,11 @@ class Node:
     def registered(self, address: bytes, generation: int, name: str) -> None:
         """An actor started: its route is published once the router is known, and after each router restart."""
         self._found_new = True
-        if self.link.router_key:
-            self._register(address, generation, name)
+        self._standing.register(address, generation, name)
 
     def unregistered(self, address: bytes, generation: int) -> None:
         """An actor stopped: its route goes."""
-        if self.link.router_key:
-            out = Outbound(
-                self.identity.key, self.link.router_key, Unregister(address=address, generation=generation), 0
-            )
-            self._send(out, self.link.router_key, self.link.router_boot)
-
-    def _register(self, address: bytes, generation: int, name: str) -> None:
-        register = Register(address=address, boot=self.identity.boot, generation=generation, name=name)
-        out = Outbound(self.identity.key, self.link.router_key, register, 0)
-        self._send(out, self.link.router_key, self.link.router_boot)
-
-    def _say_registrations(self) -> None:
-        """What the router was not told, because the way to it was gone for so long that the session gave up."""
-        again, self._register_again = self._register_again, {}
-        alive = {address: (generation, name) for address, generation, name in self.system.addresses()}
-        for address, generation in sorted(again.items()):
-            if address in alive:
-                self._register(address, *alive[address])
-            else:
-                self.unregistered(address, generation)
+        self._standing.unregister(address, generation)
 
     # --- sending ----------------------------------------------------------------------------------------------
     def _link_effects(self, effects: Iterable[LinkEffect]) -> None:
@@ -430,12 +372,9 @@ class Node:
         for session in self._sessions.of_plane(effect.plane):
             session.resend_now(self.now_ms)
         if effect.plane is Plane.CONTROL or effect.fresh_router:
-            self._watch_again |= self._watched.keys()
-            self._retry_at = self.now_ms
+            self._standing.watch_all_again(self.now_ms)
         if effect.fresh_router:
-            self._register_again.clear()
-            for address, generation, name in self.system.addresses():
-                self._register(address, generation, name)
+            self._standing.fresh_router()
 
     def _dead(self, plane: Plane) -> bool:
         """The plane has been down for so long that sends on it fail."""
@@ -451,7 +390,7 @@ class Node:
                     for session in self._sessions.of_plane(plane):
                         self._fail(session.fail_all("link_down"))
         for _ in range(SETTLE_ROUNDS_MAX):
-            self._subscribe()
+            self._standing.turn(self.now_ms)
             self._release_held()
             self.system.run(self.now_ms, self.wall_ms)
             if not self.system.outbound:
@@ -587,11 +526,7 @@ class Node:
     def _sender_failed(self, src: bytes, dst: bytes, message: Message, reason: str) -> None:
         self._count(f"failed_{reason}")
         if src == self.identity.key and isinstance(message, Watch | Register | Unregister):
-            if isinstance(message, Watch):
-                self._watch_again.add(message.view)
-            else:
-                self._register_again[message.address] = message.generation
-            self._retry_at = max(self._retry_at, self.now_ms + OWN_RETRY_MS)
+            self._standing.failed(message, self.now_ms)
         elif self.system.hosts(src):
             self.system.deliver(src, SendFailed(dst, message, reason))
 
