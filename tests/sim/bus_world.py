@@ -407,15 +407,15 @@ class BusWorld:
         """Nothing comes through for a while, then everything at once."""
         self._stalls[connection.conn] = self.now + ms
 
-    def cut(self, connection: Connection, *, door_notices_ms: int = 0) -> None:
-        """The connection is gone with all that was under way. The dialler notices within 50-1500 ms, the door when
-        told; until then both accept what nobody will get."""
+    def cut(self, connection: Connection, *, door_notices_ms: int = 0, silently_ms: int = 0) -> None:
+        """The connection is gone with all that was under way. The dialler notices within 50-1500 ms (later by
+        silently_ms: a NAT table forgot it), the door when told; until then both accept what nobody will get."""
         connection.cut = True
         connection.up.frames.clear()
         connection.down.frames.clear()
         for dialler in self.diallers():
             if dialler.connections.get(connection.plane) is connection:
-                notice = self.now + self.rng.randint(50, 1500)
+                notice = self.now + self.rng.randint(50, 1500) + silently_ms
                 self.at(notice, lambda d=dialler: d.lost(connection.plane, connection))
         self.at(self.now + door_notices_ms, lambda: self._door_forgets(connection))
 

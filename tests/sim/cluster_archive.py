@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from common.datastream import SeqRanges
 from services.datastream_collector.core import (
     ArchiveAppend,
@@ -27,6 +29,7 @@ class SimDisk:
         self._ends: dict[str, int] = {}
         self._seen: set[tuple[str, int]] = set()
         self._positions: dict[tuple[str, str], dict[int, tuple[int, bytes]]] = {}
+        self._completed: dict[tuple[str, int], set[int]] = {}
         self._lives = 0
         """How many collectors have written here."""
         self.gaps = self.repeats = 0
@@ -52,6 +55,11 @@ class SimDisk:
     def _check(self, frame: CollectedFrame) -> None:
         if PROMPT_MARK.encode() in frame.payload:
             raise Violation(f"a prompt's text is in a record of {frame.channel}")
+        if b'"prompt_complete"' in frame.payload:
+            # The gateway's own word of a prompt's end, whether or not its client still listens (S1 9.10).
+            key = (frame.producer, json.loads(frame.payload)["detail"]["prompt_id"])
+            if frame.producer_seq not in self._completed.setdefault(key, {frame.producer_seq}):
+                raise Violation(f"prompt {key[1]} is complete twice")
         if frame.channel == CHANNEL_GAP:
             self.gaps += 1
         if frame.producer_seq:

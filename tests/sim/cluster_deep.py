@@ -89,8 +89,11 @@ class DeepWatch:
             del known[node]
 
     def _lives(self, node: bytes) -> bool:
-        members = self.cluster.world.members.values()
-        return any(one.alive and one.node.identity.key == node for one in members)
+        """A worker that has not said that it leaves, or the membership service."""
+        for worker in self.cluster.provider.living():
+            if worker.host.node.identity.key == node and worker.swim.host.core._local.leaving:
+                return False
+        return any(one.alive and one.node.identity.key == node for one in self.cluster.world.members.values())
 
     # --- limits (S1 6.11) ---------------------------------------------------------------------------------------
     def _bounds(self, host: SimHost) -> None:

@@ -31,6 +31,7 @@ SURVIVED = (
     "prompt_stall",
     "cut",
     "half_open",
+    "nat_lost",
     "freeze",
     "crash",
     "slow_disk",
@@ -48,6 +49,8 @@ DEADLY = (
     "long_freeze",
     "long_stall",
 )
+HARMLESS = frozenset({"stall", "prompt_stall", "cut", "slow_disk", "delays", "forge", "edge_cut", "edge_stall"})
+"""Faults that no prompt may notice."""
 SURVIVED_STAGES = ("edge_cut", "edge_stall")
 DEADLY_STAGES = ("edge_blocked", "step_fault", "plan_error")
 PROVIDER = ("prepare_error", "start_error", "start_slow", "complete_error", "stop_error", "stop_slow")
@@ -169,14 +172,32 @@ def _stall(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) ->
         cluster.world.stall(connection, int(low + fault.b * (high - low)))
 
 
-def _when_busy(cluster: Cluster, then: Callable[[], None], tries: int = 200) -> None:
-    """Now, or as soon as a prompt is being answered: what a fault does to text on its way is seen at no other time."""
+def _as_soon_as(cluster: Cluster, fact: Callable[[], bool], then: Callable[[], None], tries: int = 200) -> None:
+    """Now, or within four seconds."""
     if cluster.healed or tries == 0:
         return
-    if any(worker.actor.desk.active or worker.engine.computes for worker in cluster.provider.living()):
+    if fact():
         then()
     else:
-        cluster.world.at(cluster.world.now + 20, lambda: _when_busy(cluster, then, tries - 1))
+        cluster.world.at(cluster.world.now + 20, lambda: _as_soon_as(cluster, fact, then, tries - 1))
+
+
+def _when_busy(cluster: Cluster, then: Callable[[], None]) -> None:
+    """As soon as a prompt is being answered: what a fault does to text on its way is seen at no other time."""
+
+    def is_busy() -> bool:
+        return any(worker.actor.desk.active or worker.engine.computes for worker in cluster.provider.living())
+
+    _as_soon_as(cluster, is_busy, then)
+
+
+def _when_unready(cluster: Cluster, then: Callable[[], None]) -> None:
+    """As soon as a worker is there that nobody has acknowledged yet."""
+
+    def is_unready() -> bool:
+        return any(not worker.actor.readiness.acknowledged for worker in cluster.provider.living())
+
+    _as_soon_as(cluster, is_unready, then)
 
 
 def _prompt_stall(cluster: Cluster, fault: FaultAt) -> None:
@@ -205,6 +226,12 @@ def _cut(cluster: Cluster, fault: FaultAt) -> None:
 def _half_open(cluster: Cluster, fault: FaultAt) -> None:
     if (connection := _connection(cluster, fault.a)) is not None:
         cluster.world.cut(connection, door_notices_ms=int(200 + fault.b * 10_000))
+
+
+def _nat_lost(cluster: Cluster, fault: FaultAt) -> None:
+    """Both ends take the connection for standing: the application's ping has to find out."""
+    if (connection := _connection(cluster, fault.a)) is not None:
+        cluster.world.cut(connection, door_notices_ms=120_000, silently_ms=120_000)
 
 
 def _freeze(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
@@ -281,8 +308,9 @@ def _worker_stall(cluster: Cluster, fault: FaultAt) -> None:
 
 
 def _forge(cluster: Cluster, fault: FaultAt) -> None:
-    """Now, and again in the middle of a prompt."""
+    """Now, as soon as a worker waits to be acknowledged, and in the middle of a prompt."""
     forge(cluster, fault.a, fault.b)
+    _when_unready(cluster, lambda: forge(cluster, fault.a, fault.b))
     _when_busy(cluster, lambda: forge(cluster, fault.a, fault.b))
 
 
@@ -357,6 +385,7 @@ DOING: dict[str, Callable[[Cluster, FaultAt], None]] = {
     "long_stall": _long_stall,
     "cut": _cut,
     "half_open": _half_open,
+    "nat_lost": _nat_lost,
     "freeze": _freeze,
     "long_freeze": _long_freeze,
     "partition": _partition,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.addresses import NONCE_BYTES, Role
 from common.codec import Message, encode_body
+from common.datagram import datagram_frame
 from common.edge_records import Record, encode_record, encode_tokens
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, SequenceBegun
 from common.messages.node_agent import RuntimeReadyAck, StopRun
@@ -31,6 +32,10 @@ from common.messages.prompt import (
     TokenizerFault,
     TokensDecoded,
 )
+from common.messages.provision import StopNodes
+from common.messages.serve import CloseRpc
+from common.messages.service import RunEnded
+from common.node import Identity
 from services.prompt_gateway.core import GatewayActor
 from tests.sim.edge_net import SimEdgeSockets
 
@@ -52,6 +57,7 @@ def forge(cluster: Cluster, a: float, b: float) -> None:
     if host is not None and host.alive:
         for worker in cluster.provider.living():
             _orders(cluster, worker, off)
+            _usurp(cluster, worker, host.node.identity)
         host.wake(cluster.world.now)
     _strangers(cluster, random.Random(b))
 
@@ -131,6 +137,23 @@ def _orders(cluster: Cluster, worker: SimWorker, off: int) -> None:
     ack = RuntimeReadyAck(run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index, readiness_id=9)
     post(worker.agent, ack, src=me)
     post(worker.agent, StopRun(run_id=mine.run_id + 1), src=me)
+
+
+def _usurp(cluster: Cluster, worker: SimWorker, orchestrator: Identity) -> None:
+    """A worker gives the orchestrator's orders, in the orchestrator's name and in its own: the brokers refuse both."""
+    orders: list[tuple[Role, Message]] = [
+        (Role.GATEWAY, CloseRpc(reason=FORGED)),
+        (Role.PROVISIONER, StopNodes(fast=True)),
+        (Role.GATEWAY, RunEnded(status=1, error=FORGED)),
+    ]
+    for role, message in orders:
+        service = cluster.hosts.get(role)
+        if service is None:
+            continue
+        for name in (orchestrator, worker.host.node.identity):
+            key, run = service.node.identity.key, worker.host.node.run
+            frame = datagram_frame(name, key, message, id=1 << 40, run=run, dst=cluster.address(role))
+            worker.host.dialler.send(type(message).PLANE, frame)
 
 
 def _strangers(cluster: Cluster, rng: random.Random) -> None:

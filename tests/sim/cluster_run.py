@@ -82,6 +82,7 @@ class Cluster:
         self.stop_asked = False
         self.tcp, self.disk = SimTcp(world), SimDisk()
         self.edges, self.vocabulary = EdgeNet(world), Vocabulary(answer)
+        self.gateway_edges: GatewayEdges | None = None
         self.plan_error = ""
         """What the next planning fails with."""
         self.provider = SimProvider(self._start_worker)
@@ -117,7 +118,7 @@ class Cluster:
                 self.provider.attach(host, address)
             case Role.GATEWAY:
                 self.tcp.attach(host, address)
-                GatewayEdges(host, address, self.edges)
+                self.gateway_edges = GatewayEdges(host, address, self.edges)
             case Role.COLLECTOR:
                 self.disk.attach(host)
             case Role.ORCHESTRATOR:

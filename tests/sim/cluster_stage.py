@@ -220,6 +220,15 @@ class GatewayEdges:
         self.shell = TokenEdgeShell(cast(Any, self), gateway, self._open)
         host.on_exit.append(lambda _: [sockets.close() for sockets in self.sockets])
 
+    @property
+    def were_open(self) -> bool:
+        """Both token edges have been open."""
+        port = self.shell._port
+        if port is None:
+            return False
+        ends = [*(out.core for out in port._out.values()), *port._desk.consumers]
+        return len(ends) == 2 and all(end._was_open for end in ends)
+
     def on_effect(self, kind: type, handler: Callable[[bytes, Any], None], *, at_once: bool = False) -> None:
         self._host.perform(kind, handler)
 

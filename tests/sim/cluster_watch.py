@@ -18,7 +18,7 @@ from services.orchestrator.core import RunActor
 from services.prompt_gateway.core import GatewayActor, RpcState
 from tests.sim.bus_world import key_of
 from tests.sim.cluster_deep import DeepWatch
-from tests.sim.cluster_faults import SERVICE_DEATHS
+from tests.sim.cluster_faults import HARMLESS, SERVICE_DEATHS
 from tests.sim.cluster_world import SimHost, Violation
 from worker.stage_controller import StageState
 
@@ -131,6 +131,9 @@ class Watch:
             worker.ready and worker.acked and worker.weights and worker.stage_ready for worker in workers
         ):
             raise Violation("the prompt RPC is open without all readiness facts")
+        edges = self.cluster.gateway_edges
+        if self.cluster.plan.stages > 1 and (edges is None or not edges.were_open):
+            raise Violation("the prompt RPC is open without both token endpoints")
 
     def converged(self) -> None:
         """Long after the faults everybody knows the same routes, and who lives is alive to everybody."""
@@ -167,6 +170,9 @@ class Watch:
             raise Violation(f"the error is no sentence: {over.error!r}")
         if over.status not in (0, 1):
             raise Violation(f"exit status {over.status}")
+        left = [worker.host.name for worker in self.cluster.provider.living()]
+        if left and "stop" not in over.error:
+            raise Violation(f"the run is over, but {', '.join(left)} lives and nobody says so")
 
     def runs_ended(self) -> None:
         """A run that was not killed has had its result."""
@@ -218,6 +224,12 @@ class Watch:
         for over in self.cluster.results:
             if over.status:
                 raise Violation(f"the run did not survive: {over.error}")
+        if not {fault.kind for fault in self.cluster.plan.faults} <= HARMLESS:
+            return
+        for client in self.cluster.clients:
+            faults = [asked.error for asked in client.asked if asked.terminal == "fault" and not client.left]
+            if faults and "shutting down" not in faults[0]:  # the run was stopped before the client was done
+                raise Violation(f"{client.name}: a prompt failed for no reason: {faults[0]}")
 
 
 __all__ = ["CLOSING", "Watch"]
