@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -119,6 +120,8 @@ class ProvisionerJobs:
         with self._lock:
             if self._ledger is None:
                 self._ledger = Ledger(folder, self._instance)
+                # What a predecessor in this run directory minted and never wrote down: keys that nobody needs.
+                shutil.rmtree(here.nodes_dir, ignore_errors=True)
             # A provider that still has workers of ours keeps them: another instance would not know them.
             if self._plugin is None or self._config != config:
                 self._plugin, self._config = plugin, config

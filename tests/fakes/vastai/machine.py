@@ -38,7 +38,11 @@ class FakeMachine:
             "KbdInteractiveAuthentication no\nMaxStartups 100\nLogLevel ERROR\n"
             + "".join(f'SetEnv "{name}={value}"\n' for name, value in login.items())
         )
-        script = (
+        # A container has a root of its own: what this machine's root does at a login is not part of it.
+        (self.folder / "empty").touch()
+        logins = [Path("~root").expanduser() / name for name in (".bashrc", ".profile", ".bash_profile")]
+        hide = "".join(f"mount --bind {self.folder}/empty {path}\n" for path in logins if path.is_file())
+        script = hide + (
             f"mount --bind {self.folder}/work {WORK} && (sh {self.folder}/onstart >{self.folder}/onstart.log 2>&1 &)\n"
             f"exec {SSHD} -D -e -f {self.folder}/sshd_config"
         )
