@@ -47,6 +47,9 @@ OWNER_GONE_MARGIN_MS = 1_000
 CANCELLABLE = frozenset({"vastai"})
 """Providers whose start takes minutes and can be given up."""
 
+AWAITED = frozenset({EXTERNAL, "vastai"})
+"""Providers whose worker has started when it is on the bus: somebody walks there first, or it is installed first."""
+
 OWED_MS = 20_000  # between two looks for a worker whose start or stop nobody has confirmed
 
 _OWED = "owed"
@@ -350,11 +353,12 @@ class ProvisionerActor(ServiceActor):
         return self.config is not None and self.config.provider == EXTERNAL
 
     def _awaited(self, node: WorkerNode, ctx: Ctx) -> bool:
-        return self._external and node.minted is not None and not self._presence.came(node.minted.public_key, ctx)
+        awaited = self.config is not None and self.config.provider in AWAITED
+        return awaited and node.minted is not None and not self._presence.came(node.minted.public_key, ctx)
 
     def _look_for_workers(self, ctx: Ctx) -> None:
-        """Provider external: a worker has come, or has gone."""
-        if not self._external:
+        """A worker that is awaited has come; at provider external, one may have gone, too."""
+        if self.config is None or self.config.provider not in AWAITED:
             return
         for node in self._run.nodes.values():
             if node.state is not NodeState.LIVE or node.minted is None or node.ended is not None:
@@ -363,7 +367,7 @@ class ProvisionerActor(ServiceActor):
             node.came = not self._awaited(node, ctx)
             if waited and node.came:
                 self._say_started(node, ctx)
-            elif self._stopping is None and self._presence.lost(node.minted.public_key, ctx):
+            elif self._external and self._stopping is None and self._presence.lost(node.minted.public_key, ctx):
                 self._ended(node, Exited(None, "left the bus"), ctx)
         self._pump_stop(ctx)
 

@@ -18,7 +18,7 @@ from typing import Any
 from common.config_slices import VastAiSlice
 from common.messages.provision import NodeProvisionSpec
 from common.security import read_secret_file
-from services.provisioner import processes
+from services.provisioner import processes, vastai_wheel
 from services.provisioner import vastai_end as end
 from services.provisioner import vastai_offers as offers
 from services.provisioner import vastai_scripts as scripts
@@ -94,6 +94,7 @@ class VastAiProvider:
         self._costs: dict[str, float] = {}
         """Run → dollars of its machines that are gone."""
         self._client: VastClient | None = None
+        self._wheel: tuple[str, bytes] | None = None
 
     # --- preparation (S1 7.3) -------------------------------------------------------------------------------------
     @property
@@ -320,14 +321,19 @@ class VastAiProvider:
         config = self.config
         bootstrap = read_secret_file(Path(config.bootstrap_command_file)).decode()
         launch = launch_file.read_bytes()
-        script = scripts.deploy(bootstrap, len(launch), self.client.base)
+        name, wheel = self._packed() if scripts.WHEEL_VARIABLE in bootstrap else ("", b"")
+        script = scripts.deploy(bootstrap, len(launch), self.client.base, wheel=name)
         known_hosts = self._known_hosts(handle_id)
+
+        def cancelled() -> bool:
+            return handle_id in self._cancelled
+
         missing, silent_since, last = 0, 0.0, ""
         seen, moved = "", time.monotonic()
         reason = "its ssh server did not come up"
         try:
             while time.monotonic() < until:
-                self.client.sleep(min(config.poll_interval_secs, 10) * self._pace, lambda: handle_id in self._cancelled)
+                self.client.sleep(min(config.poll_interval_secs, 10) * self._pace, cancelled)
                 row = self.client.show(rented.instance)
                 missing = missing + 1 if row is None else 0
                 if missing >= GONE_READS:
@@ -357,11 +363,14 @@ class VastAiProvider:
                 for host, port in offers.endpoints(row) if status == "running" else []:
                     machine = Machine(config.ssh_user, host, port, config.ssh_identity, known_hosts, handle_id)
                     try:
-                        machine.deploy(script, launch)
+                        if name:
+                            machine.deploy(scripts.upload(name, len(wheel)), wheel, cancelled)
+                        machine.deploy(script, launch, cancelled)
                     except ProviderError as error:
                         reason = str(error)
                         continue
-                    say(f"instance {rented.instance}: the worker is started over {host}:{port}")
+                    what = "the wheel and the launch file are" if name else "the launch file is"
+                    say(f"instance {rented.instance}: {what} there, over {host}:{port}; the worker is started")
                     return machine
             raise BadMachine(f"instance {rented.instance} was not ready in time: {reason}")
         except BadMachine as error:
@@ -369,6 +378,12 @@ class VastAiProvider:
             if words := self.client.logs(rented.instance).strip().splitlines():
                 say(f"the machine's last words: {words[-1][:300]}")
             raise error
+
+    def _packed(self) -> tuple[str, bytes]:
+        """This program as a wheel, made once."""
+        if self._wheel is None:
+            self._wheel = vastai_wheel.pack()
+        return self._wheel
 
     def _exclude(self, offer: Mapping[str, Any]) -> None:
         self._excluded |= {int(offer[key]) for key in ("machine_id", "host_id") if isinstance(offer.get(key), int)}

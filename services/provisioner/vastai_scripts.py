@@ -13,6 +13,8 @@ UNUSED_S = 1800  # longer than any start: whoever has not come over ssh by then 
 AFTER_WORKER_S = 60  # time to read its last words
 HOME = "/tmp/swactor-mq"
 READY_WORD, EXIT_WORD = "smq-ready", "smq-exit"
+WHEEL_VARIABLE = "SMQ_WHEEL"
+"""A bootstrap command that speaks of it gets this program as a wheel: the path of the file on the machine."""
 
 # In ssh sessions the container's environment is not visible: onstart, which sees it, leaves it in a file; process 1 has
 # it as well, unless it is a program that overwrites it, as sshd.
@@ -44,15 +46,27 @@ def onstart(own: str, base_url: str, max_hours: float | None, unused_s: int = UN
     )
 
 
-def deploy(bootstrap: str, launch_bytes: int, base_url: str, after_s: int = AFTER_WORKER_S) -> str:
+def upload(name: str, size: int) -> str:
+    """Run over ssh with a file on stdin: whole in HOME under that name, or not at all."""
+    path = f"{HOME}/{shlex.quote(name)}"
+    return (
+        f"set -e; umask 077; mkdir -p {HOME}; cat >{path}.part; [ $(wc -c <{path}.part) = {size} ]\n"
+        f"mv {path}.part {path}; echo {READY_WORD}\n"
+    )
+
+
+def deploy(bootstrap: str, launch_bytes: int, base_url: str, after_s: int = AFTER_WORKER_S, wheel: str = "") -> str:
     """Run once over ssh, launch file on stdin: puts it away and starts the worker in a session of its own.
+
+    bootstrap: the user's command, to which the worker's arguments are appended; wheel: the name that was uploaded.
 
     The worker outlives a broken connection. When it ends (its lease is lost, it crashed), its machine goes, too.
     """
     worker = f'{bootstrap.strip()} "$@"'
     inner = (
         f"{_DESTROY}export SMQ_URL={shlex.quote(base_url)}\n"
-        f"sh -c {shlex.quote(worker)} sh --launch {HOME}/launch.json </dev/null >{HOME}/out 2>{HOME}/err &\n"
+        + (f"export {WHEEL_VARIABLE}={HOME}/{shlex.quote(wheel)}\n" if wheel else "")
+        + f"sh -c {shlex.quote(worker)} sh --launch {HOME}/launch.json </dev/null >{HOME}/out 2>{HOME}/err &\n"
         f"echo $! >{HOME}/worker; wait $!; echo $? >{HOME}/status.new; mv {HOME}/status.new {HOME}/status\n"
         f"rm -f {HOME}/launch.json; sleep {after_s}; smq_destroy\n"
     )

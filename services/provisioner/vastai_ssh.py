@@ -20,7 +20,8 @@ from services.provisioner.processes import MARK_VARIABLE, describe_status
 from services.provisioner.vastai_scripts import EXIT_WORD, READY_WORD, follow
 
 CONNECT_S = 10
-DEPLOY_S = 600  # the bootstrap's installation is not part of it
+DEPLOY_S = 300  # a wheel of a few megabytes over a slow line; the bootstrap's installation is not part of it
+LOOK_S = 0.2  # between two looks whether it was cancelled
 LOST_S = 180  # so long a worker may be out of reach; its own lease is longer
 RETRY_S_MIN, RETRY_S_MAX = 0.5, 10.0
 
@@ -53,21 +54,33 @@ class Machine:
             self._command += ["-o", f"{name}={value}"]
         self._target = f"{user}@{host}"
 
-    def deploy(self, script: str, launch: bytes) -> None:
-        """Run a script with the launch file on its stdin. Raises ProviderError."""
-        try:
-            done = subprocess.run(
+    def deploy(self, script: str, data: bytes, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Run a script with the data on its stdin. Raises ProviderError, also as soon as it is cancelled."""
+        until = time.monotonic() + DEPLOY_S
+        # In memory, not in a pipe: communicate() forgets the rest of its input when it is interrupted by a timeout.
+        with open(os.memfd_create("deploy"), "w+b") as source:
+            source.write(data)
+            source.seek(0)
+            process = subprocess.Popen(
                 [*self._command, self._target, script],
-                input=launch,
-                capture_output=True,
-                timeout=DEPLOY_S,
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=self._environment,
                 start_new_session=True,
             )
-        except subprocess.TimeoutExpired:
-            raise ProviderError(f"{self.host}:{self.port} did not answer within {DEPLOY_S} s") from None
-        if READY_WORD.encode() not in done.stdout:
-            raise ProviderError(f"ssh to {self.host}:{self.port}: {why(done.returncode, done.stderr)}")
+        with process:
+            while True:
+                try:
+                    out, err = process.communicate(timeout=LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if cancelled() or time.monotonic() > until:
+                        process.kill()
+                        what = "the start was cancelled" if cancelled() else f"no answer within {DEPLOY_S} s"
+                        raise ProviderError(f"ssh to {self.host}:{self.port}: {what}") from None
+        if READY_WORD.encode() not in out:
+            raise ProviderError(f"ssh to {self.host}:{self.port}: {why(process.returncode, err)}")
 
     def session(self, script: str, forwards: list[tuple[int, str]]) -> subprocess.Popen[bytes]:
         """forwards: (port on the machine's loopback, host:port here)."""

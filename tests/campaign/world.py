@@ -236,7 +236,7 @@ class Stage:
         assert isinstance(answer, ProviderPrepared), answer
         spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image=HABIT_IMAGE, env={"HABIT": "polite"})
         self._order(StartNode(run=self.run, spec=spec, orchestrator=self.world.address))
-        if self.case.provider == "external":
+        if self.case.provider in ("external", "vastai"):
             # There is no answer before the worker comes, so a line of the ledger says that it is waited for.
             self._wait(lambda: self._frozen() or b'"handle"' in self._ledger())
             if not self._frozen() and point != "live":
@@ -261,7 +261,9 @@ class Stage:
         assert self._reached(), f"{point} was not reached"
 
     def _waits_for_worker(self) -> bool:
-        return self.case.provider == "external" and self.case.point == "live" and b'"handle"' in self._ledger()
+        """External and rented workers have started when they come; a case may not wait for that."""
+        late = self.case.provider in ("external", "vastai") and self.case.point == "live"
+        return late and b'"handle"' in self._ledger()
 
     def _come(self) -> None:
         """The worker whom somebody else starts."""

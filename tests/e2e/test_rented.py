@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,30 @@ confirm_lease = true
 poll_interval_secs = 2
 max_dph_total = 0.5
 max_hours = 1
-bootstrap_command = "env PYTHONPATH={root} {python} -P -m worker.agent"
+bootstrap_command = {bootstrap}
 [prompt]
 rpc_addr = "127.0.0.1:0"
 [observability]
 datastream_frame_log = "{archive}"
 """
+
+
+def bootstrap_command() -> str:
+    """The one that users get."""
+    example = tomllib.loads((ROOT / "config" / "vastai.toml").read_text())
+    return str(example["vastai"]["bootstrap_command"])
+
+
+def image_logins(folder: Path) -> dict[str, str]:
+    """What the image sets for logins: a pip without an index; what the wheel depends on is there already."""
+    site = folder / "site"
+    site.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not entry.name.startswith(("swactor_mq", "_editable", "_swactor", "pip")) and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    python = Path(sys._base_executable).resolve().parent
+    settings = {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return {"PATH": f"{python}:/usr/bin:/bin", "PYTHONPATH": str(site), **settings}
 
 
 class Rented:
@@ -53,7 +73,9 @@ class Rented:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(identity)], check=True)
         config = folder / "config.toml"
         config.write_text(
-            CONFIG.format(model=model_file(), identity=identity, root=ROOT, python=sys.executable, archive=self.archive)
+            CONFIG.format(
+                model=model_file(), identity=identity, archive=self.archive, bootstrap=json.dumps(bootstrap_command())
+            )
         )
         self.environment = os.environ | {
             "VASTAI_BASE_URL": fake.url,
@@ -101,8 +123,9 @@ def _is_tunnel_of(entry: Path, folder: Path) -> bool:
 
 
 @pytest.fixture
-def market() -> Iterator[FakeVast]:
+def market(tmp_path: Path) -> Iterator[FakeVast]:
     fake = FakeVast()
+    fake.login = image_logins(tmp_path)
     fake.offer(price=0.2, behaviour="oci")
     fake.offer(price=0.3)
     fake.offer(price=0.4)

@@ -36,7 +36,8 @@ class FakeMachine:
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/keys\n"
             "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nMaxStartups 100\nLogLevel ERROR\n"
-            + "".join(f'SetEnv "{name}={value}"\n' for name, value in login.items())
+            # One line: of several sshd takes only the first.
+            + ("SetEnv " + " ".join(f'"{name}={value}"' for name, value in login.items()) + "\n" if login else "")
         )
         # A container has a root of its own: what this machine's root does at a login is not part of it.
         (self.folder / "empty").touch()
