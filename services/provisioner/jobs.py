@@ -257,6 +257,7 @@ class ProvisionerJobs:
             age_ms = time.time_ns() // 1_000_000 - intent.at_unix_ms
             with contextlib.suppress(ProviderError):
                 if plugin.stop_left_behind(left) or item.handle is not None or age_ms > OWED_MS:
+                    _remove(intent.launch)
                     _settle(ledger, id)
                     with self._lock:
                         self._owed.pop(id, None)
@@ -304,6 +305,7 @@ class ProvisionerJobs:
             self._owe(intent.id, None)
             raise
         except Exception:
+            _remove(intent.launch)
             _settle(ledger, intent.id)
             raise
         try:
@@ -325,6 +327,8 @@ class ProvisionerJobs:
             _settle(ledger, handle.id, str(error) or type(error).__name__)
             self._owe(handle.id, handle)
             raise
+        # Before it is settled: afterwards nobody would know of the key if we died here.
+        _remove(ticket.minted.launch)
         _settle(ledger, handle.id)
         # Its last lines and its exit come before the news that it is stopped.
         ticket.sink.wait_empty()
@@ -333,10 +337,15 @@ class ProvisionerJobs:
     def _forget(self, ticket: _Ticket) -> None:
         with self._lock:
             self._tickets.pop(ticket.minted.handle_id, None)
-        path = Path(ticket.minted.launch)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
+        _remove(ticket.minted.launch)
+
+
+def _remove(launch: str) -> None:
+    """A launch file and its folder."""
+    path = Path(launch)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def _settle(ledger: Ledger, handle_id: str, error: str = "") -> None:

@@ -66,12 +66,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -P -m tests.campaign", description=__doc__)
     parser.add_argument("--provider", help="only this one's cases")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only each Nth case")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="where --every begins")
     parser.add_argument("--case", type=int, action="append", metavar="NUMBER", help="only this case; may be repeated")
     parser.add_argument("--wrong", help="only where this goes wrong")
     arguments = parser.parse_args()
     wanted = [
         case
-        for case in cases()[:: arguments.every]
+        for case in cases()[arguments.first :: arguments.every]
         if (arguments.provider in (None, case.provider))
         and (not arguments.case or case.number in arguments.case)
         and (arguments.wrong in (None, case.wrong))

@@ -65,7 +65,7 @@ def test_a_worker_is_deployed_heard_and_destroyed(market: VastStage, behaviour: 
 def test_an_exit_is_told_and_the_machine_then_destroys_itself(
     market: VastStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripts.deploy, "__defaults__", (1,))
+    monkeypatch.setattr(scripts.deploy, "__defaults__", (1, ""))
     market.fake.offer()
     provider = market.provider()
     provider.prepare()
