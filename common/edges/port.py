@@ -90,7 +90,15 @@ class _Outbound:
 class EdgePort:
     """Bind once; then open edges in any order."""
 
-    def __init__(self, keys: KeyPair, run: bytes, events: EdgeEvents, transport: Transport = EdgeSockets) -> None:
+    def __init__(
+        self,
+        keys: KeyPair,
+        run: bytes,
+        events: EdgeEvents,
+        transport: Transport = EdgeSockets,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._clock_ns = clock_ns
         self._sockets = transport(keys)
         self.run = run
         self._events = events
@@ -133,7 +141,7 @@ class EdgePort:
         self._now_ms = now_ms
         out = self._out[edge_id]
         end = out.core.credited + out.core.held + len(data)
-        self.traffic.began(edge_id, len(data), end, time.monotonic_ns(), is_producer=True)
+        self.traffic.began(edge_id, len(data), end, self._clock_ns(), is_producer=True)
         self._produce(edge_id, out.core.write(data, now_ms))
         return out.core.held
 
@@ -147,7 +155,7 @@ class EdgePort:
 
     def consumed(self, edge_id: int, end_offset: int) -> None:
         """An inbound record's bytes are no longer needed."""
-        self.traffic.given_back(edge_id, end_offset, time.monotonic_ns())
+        self.traffic.given_back(edge_id, end_offset, self._clock_ns())
         for consumer in self._desk.consumers:
             if consumer.edge_id == edge_id:
                 self._consume(consumer, consumer.on_consumed(end_offset))
@@ -227,7 +235,7 @@ class EdgePort:
 
     def _answered(self, edge_id: int, out: _Outbound, message: Message, now_ms: int) -> None:
         self._produce(edge_id, out.core.on_message(message, now_ms))
-        self.traffic.given_back(edge_id, out.core.credited, time.monotonic_ns())
+        self.traffic.given_back(edge_id, out.core.credited, self._clock_ns())
 
     def _on_link(self, edge_id: int, up: bool) -> None:
         if (out := self._out.get(edge_id)) is not None:
@@ -269,7 +277,7 @@ class EdgePort:
                 case Arrived() if consumer is not None:
                     size = HEADER_BYTES + len(effect.record.payload)
                     end = effect.record.end_offset
-                    self.traffic.began(consumer.edge_id, size, end, time.monotonic_ns(), is_producer=False)
+                    self.traffic.began(consumer.edge_id, size, end, self._clock_ns(), is_producer=False)
                     self._events.edge_record(consumer.edge_id, effect.record)
                 case Failed() if consumer is not None:
                     self._events.edge_failed(consumer.edge_id, effect.reason, effect.detail)

@@ -126,7 +126,7 @@ class SimStage:
             engine.tell,
             self._wake,
             transport=lambda keys: self._opened(net.transport(engine.host.name)(keys)),
-            clock=lambda: engine.host.world.now,
+            clock_ns=lambda: engine.host.world.now * 1_000_000,
         )
         self.port.alive = engine.bump
         self.role = StageRole(self.mailbox, self.port, self.page, engine.tell, lambda _: None)

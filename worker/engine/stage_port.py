@@ -50,11 +50,6 @@ class EdgeOpened:
     edge_id: int
 
 
-def now_ms() -> int:
-    """Monotonic milliseconds."""
-    return time.monotonic_ns() // 1_000_000
-
-
 class StagePort:
     """tell: queue a message to the agent; wake: make the port thread turn. Both from any thread."""
 
@@ -65,10 +60,10 @@ class StagePort:
         wake: Callable[[], None],
         *,
         transport: Transport = EdgeSockets,
-        clock: Callable[[], int] = now_ms,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._mailbox, self._tell, self._wake = mailbox, tell, wake
-        self._transport, self._now_ms = transport, clock
+        self._transport, self._clock_ns = transport, clock_ns
         self._edges: EdgePort | None = None
         self.candidates: list[str] = []
         self._begun: int | None = None
@@ -83,6 +78,9 @@ class StagePort:
         self._beats_ms = 0
         self.alive: Callable[[], None] = lambda: None
         """Bumps the progress page: called while the main thread waits for work, so that idle differs from frozen."""
+
+    def _now_ms(self) -> int:
+        return self._clock_ns() // 1_000_000
 
     # --- main thread ------------------------------------------------------------------------------------------
     def write(self, generation: int, edge_id: int, record: Record) -> None:
@@ -165,7 +163,7 @@ class StagePort:
         match message:
             case Initialize() if message.edge is not None:
                 keys = KeyPair(message.edge.public_key, message.edge.secret_key)
-                self._edges = EdgePort(keys, message.edge.run, self, self._transport)
+                self._edges = EdgePort(keys, message.edge.run, self, self._transport, self._clock_ns)
                 try:
                     self.candidates = self._edges.bind(message.edge.addresses, message.edge.advertise)
                 except EdgeSocketError as error:
