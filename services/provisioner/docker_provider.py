@@ -42,6 +42,7 @@ from services.provisioner.plugin import (
 
 NAME = "docker"
 PASSWD = "/etc/passwd"
+SWARM_TASK_LABEL = "com.docker.swarm.task.id"
 PASSWD_BYTES_MAX = 1024 * 1024
 
 
@@ -160,7 +161,10 @@ class DockerProvider:
     def list_owned(self) -> Listing:
         """Containers with the fleet's label, running or not. Raises NotHere without an engine."""
         try:
-            found = self._engine.find(f"{LABEL}=worker")
+            # A swarm's tasks bear the same labels; they are provider swarm's.
+            found = [
+                row for row in self._engine.find(f"{LABEL}=worker") if SWARM_TASK_LABEL not in (row.get("Labels") or {})
+            ]
         except EngineGone as error:
             raise NotHere(str(error)) from None
         mine = [row for row in found if (row.get("Labels") or {}).get(LABEL_FLEET) == self._owner.fleet]

@@ -145,13 +145,16 @@ def take_stock(providers: Providers, names: Iterable[str] | None = None) -> Stoc
             entries += open_entries(folder)
         except LedgerError as error:
             stock.problems.append(str(error))
-    entries = [entry for entry in entries if entry.intent.provider in wanted]
+    named = {entry.intent.id for entry in entries}
     for entry in entries:
+        if entry.intent.provider not in wanted:
+            continue
         name = entry.intent.provider
         seen = listings.get(name, {}).pop(entry.intent.id, None)
         stock.owned.append(Owned(entry.intent.id, name, entry, seen, name in listings))
     for name, rest in listings.items():
-        stock.owned += [Owned(id, name, None, listed) for id, listed in rest.items()]
+        # One whose entry says another provider is no orphan either: a swarm's tasks are containers, too.
+        stock.owned += [Owned(id, name, None, listed) for id, listed in rest.items() if id not in named]
     return stock
 
 
