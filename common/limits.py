@@ -61,6 +61,7 @@ STAGE_PROVISION_RESEND_MS = 1000
 STAGE_SILENCE_MS = 120_000  # weights: extended by each progress report
 LEASE_MS = 5000  # the orchestrator's main loop renews it; a hung loop does not
 LEASE_TTL_MS = 60_000
+LEASE_TTL_RENTED_MS = 300_000  # a tunnel over somebody's home line may be down for minutes (design.md 6 row 14)
 WORKER_SILENT_MS_SERVING = 60_000  # design.md 6 row 22
 WORKER_SILENT_MS_STARTUP = 30_000
 DEAD_WORKER_FAULT_MS = 5000  # row 22: the active request is faulted after this
@@ -106,6 +107,11 @@ def provider_start_ms(provider: str) -> int:
     if provider == "external":
         return PROVIDER_START_BY_HAND_MS
     return PROVIDER_START_MS if provider == "process" else PROVIDER_START_SLOW_MS
+
+
+def lease_ttl_ms(provider: str) -> int:
+    """How long a worker goes on without its orchestrator."""
+    return LEASE_TTL_RENTED_MS if provider == "vastai" else LEASE_TTL_MS
 
 
 def provider_stop_ms(provider: str) -> int:

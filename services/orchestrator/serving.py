@@ -12,6 +12,7 @@ from common.limits import (
     STDERR_TAIL_LINES,
     WORKER_SILENT_MS_SERVING,
     WORKER_SILENT_MS_STARTUP,
+    lease_ttl_ms,
 )
 from common.messages.provision import NodeExited
 from common.messages.report import StageFault
@@ -51,11 +52,12 @@ class Serving(Closing):
     def renew_lease(self, ctx: Ctx) -> None:
         """From the main loop on purpose: if it hangs, the lease ends and everybody stops by himself."""
         ctx.timer(LEASE_TIMER, LEASE_MS)
-        holders = [self.service(ctx, role) for role in (Role.PROVISIONER, Role.GATEWAY)]
-        holders += [worker.node_actor for worker in self.workers.values()]
-        for holder in holders:
-            if holder:
-                ctx.send(holder, Lease(ttl_ms=LEASE_TTL_MS))
+        for role in (Role.PROVISIONER, Role.GATEWAY):
+            if service := self.service(ctx, role):
+                ctx.send(service, Lease(ttl_ms=LEASE_TTL_MS))
+        for worker in self.workers.values():
+            if worker.node_actor:
+                ctx.send(worker.node_actor, Lease(ttl_ms=lease_ttl_ms(self.provider or "")))
         self._check_gateway(ctx)
 
     def lease_kept(self, ctx: Ctx) -> None:

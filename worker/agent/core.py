@@ -16,7 +16,6 @@ from common.edges.carrier import Carried
 from common.effects import Exit, OwnerGone, SendFailed, StopSignal
 from common.limits import (
     LEASE_MS,
-    LEASE_TTL_MS,
     LINGER_MS,
     PROCESS_STOP_GRACE_MS,
     RUNTIME_READY_RESEND_MS_MAX,
@@ -151,7 +150,7 @@ class NodeAgentActor(Actor):
         mine = self.identity
         initialize = wire.Initialize(device=mine.device, threads=mine.threads, edge=mine.edge)
         ctx.effect(EngineSend(initialize))
-        ctx.timer("lease", LEASE_TTL_MS)
+        ctx.timer("lease", self.identity.lease_ms)
         self._mind(ctx)
 
     def receive(self, msg: Any, ctx: Ctx) -> None:

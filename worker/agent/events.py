@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from common.codec import Message
 from common.effects import Effect
+from common.limits import LEASE_TTL_MS
 from common.messages.engine import EdgeBind
 from worker.stage_controller import Output
 
@@ -26,6 +27,8 @@ class WorkerIdentity:
     threads: int = 0
     edge: EdgeBind | None = None
     """Where the engine takes edges; None: nowhere."""
+    lease_ms: int = LEASE_TTL_MS
+    """How long it waits for its first lease; each lease says how long the next may take."""
 
 
 # --- effects ------------------------------------------------------------------------------------------------------

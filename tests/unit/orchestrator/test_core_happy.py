@@ -7,7 +7,7 @@ import pytest
 from common.addresses import Role
 from common.effects import StopSignal
 from common.messages.node_agent import ProvisionStage, RuntimeReadyAck, StopRun
-from common.messages.provision import PrepareProvider, StartNode
+from common.messages.provision import PrepareProvider, ProviderPrepared, StartNode
 from common.messages.serve import CloseRpc, OpenPromptRpc, ShutdownRequested
 from common.messages.service import Lease, RunEnded, ServiceReady
 from common.records import CHANNEL_STAGE_ROUTE, CHANNEL_STDERR
@@ -276,6 +276,20 @@ def test_leases_go_to_provisioner_gateway_and_worker_each_five_seconds() -> None
     play.harness.advance(5_000)
     holders = [dst for dst, msg in play.harness.sent() if isinstance(msg, Lease)]
     assert holders == [ADDRESS[Role.PROVISIONER], ADDRESS[Role.GATEWAY], play.node_actor()]
+
+
+def test_a_rented_worker_is_leased_for_longer_the_services_here_are_not() -> None:
+    play = Play()
+    play.configure(provider="vastai")
+    play.services_ready()
+    play.provisioner(ProviderPrepared(provider="vastai"))
+    play.started()
+    play.reported()
+    leases = {dst: msg.ttl_ms for dst, msg in play.harness.sent() if isinstance(msg, Lease)}
+    assert leases[play.node_actor()] == 300_000
+    play.harness.advance(5_000)
+    leases = {dst: msg.ttl_ms for dst, msg in play.harness.sent() if isinstance(msg, Lease)}
+    assert leases == {ADDRESS[Role.PROVISIONER]: 60_000, ADDRESS[Role.GATEWAY]: 60_000, play.node_actor(): 300_000}
 
 
 @pytest.mark.spec("S1 9.17", "S1 4.11", "S1 10.14")
