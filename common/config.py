@@ -191,6 +191,7 @@ def _build(
         http_token_file=token_file,
         pipeline_feedback=settings.pipeline.feedback,
         pipeline_edges=settings.pipeline.edges,
+        pipeline_placement=settings.pipeline.placement,
         activation_dtype=settings.pipeline.activation_dtype,
         docker_pull=settings.docker.pull,
         swarm_constraints=tuple(settings.swarm.constraints),

@@ -183,6 +183,7 @@ class Config:
     http_token_file: Path | None
     pipeline_feedback: Literal["gateway", "direct"]
     pipeline_edges: Literal["auto", "relay"]
+    pipeline_placement: Literal["even", "measured"]
     activation_dtype: Literal["float32", "float16"]
     docker_pull: Literal["missing", "always", "never"]
     swarm_constraints: tuple[str, ...]

@@ -134,6 +134,7 @@ class Pipeline(Table):
 
     feedback: Literal["gateway", "direct"] = Field(default="gateway", description='"gateway" or "direct"')
     edges: Literal["auto", "relay"] = Field(default="auto", description='"auto" or "relay"')
+    placement: Literal["even", "measured"] = Field(default="even", description='"even" or "measured"')
     activation_dtype: Literal["float32", "float16"] = Field(default="float32", description='"float32" or "float16"')
 
 

@@ -22,7 +22,8 @@ class OrchestratorSlice(msgspec.Struct, frozen=True, kw_only=True):
     """The run's facts. detail_json: the config record's detail (S1 8.4), secrets shown only as presence.
 
     relay_mode: "unset" | "default" | "disabled"; relay: workers dial a relay. on_worker_loss: "fail" | "restart".
-    pipeline_feedback: "gateway" | "direct"; pipeline_edges: "auto" | "relay"; activation_dtype: "float32" | "float16".
+    pipeline_feedback: "gateway" | "direct"; pipeline_edges: "auto" | "relay"; activation_dtype: "float32" | "float16";
+    pipeline_placement: "even" | "measured".
     notes: sentences for the user about choices that were made for him.
     """
 
@@ -44,6 +45,7 @@ class OrchestratorSlice(msgspec.Struct, frozen=True, kw_only=True):
     on_worker_loss: str = "fail"
     pipeline_feedback: str = "gateway"
     pipeline_edges: str = "auto"
+    pipeline_placement: str = "even"
     activation_dtype: str = "float32"
     docker_gpus: str = "all"
     notes: list[str] = []

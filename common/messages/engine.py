@@ -63,6 +63,9 @@ class EngineReady(Message, frozen=True, kw_only=True, tag=241):
     backend: str
     elapsed_ms: U64
     edge_candidates: list[str] = []
+    memory_bytes: U64 = 0
+    """Free; bytes_per_s: of memory that a thread reads. 0 where it was not measured."""
+    bytes_per_s: U64 = 0
 
 
 class ConfigureRole(Message, frozen=True, kw_only=True, tag=242):

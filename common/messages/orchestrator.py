@@ -54,6 +54,9 @@ class ObserveNodeRuntimeReady(Message, frozen=True, kw_only=True, tag=82):
     node_actor: ActorAddress
     datastream_publisher: ActorAddress
     readiness_id: U64
+    memory_bytes: U64 = 0
+    """As the engine measured: free memory, and what a thread reads of it in a second; 0: not measured."""
+    bytes_per_s: U64 = 0
 
 
 class ObserveNodeRuntimeReadyAck(Message, frozen=True, kw_only=True, tag=83):

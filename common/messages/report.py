@@ -27,6 +27,8 @@ class NodeRuntimeReady(Message, frozen=True, kw_only=True, tag=110):
     node_actor: ActorAddress
     datastream_publisher: ActorAddress
     readiness_id: U64
+    memory_bytes: U64 = 0
+    bytes_per_s: U64 = 0
 
 
 class NodeRuntimeReadyAck(Message, frozen=True, kw_only=True, tag=111):

@@ -119,6 +119,7 @@ def _orchestrator(config: Config) -> OrchestratorSlice:
         on_worker_loss=config.on_worker_loss,
         pipeline_feedback=config.pipeline_feedback,
         pipeline_edges=config.pipeline_edges,
+        pipeline_placement=config.pipeline_placement,
         activation_dtype=config.activation_dtype,
         docker_gpus=config.docker_gpus,
         notes=list(config.notes),

@@ -60,6 +60,13 @@ class StageLost:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLeftOut:
+    """Event: the run goes without this worker."""
+
+    stage_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class StagesRenewed:
     """Event: all stages get new edges, as one of them is another worker's."""
 
@@ -97,6 +104,7 @@ class OrchestratorActor(Actor):
         OrchestratorMsg,
         ExpectNode,
         StageLost,
+        StageLeftOut,
         StagesRenewed,
         EndRun,
     )
@@ -118,6 +126,9 @@ class OrchestratorActor(Actor):
                 self._expected[msg.stage_index] = msg
             case StageLost():
                 self._expected.pop(msg.stage_index, None)
+            case StageLeftOut():
+                self._expected.pop(msg.stage_index, None)
+                self.core.leave_out(msg.stage_index)
             case StagesRenewed():
                 self.core.stages_renewed()
             case EndRun() if msg.error:
@@ -157,6 +168,8 @@ class OrchestratorActor(Actor):
                         node_actor=msg.node_actor,
                         datastream_publisher=msg.datastream_publisher,
                         readiness_id=msg.readiness_id,
+                        memory_bytes=msg.memory_bytes,
+                        bytes_per_s=msg.bytes_per_s,
                     ),
                     ctx,
                 )

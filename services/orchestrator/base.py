@@ -88,6 +88,9 @@ class Worker:
     weights: bool = False
     stage_ready: bool = False
     exited: bool = False
+    memory_bytes: int = 0
+    bytes_per_s: int = 0
+    """What its engine measured, 0 if nothing."""
     dead_since_ms: int | None = None
     """Since when SWIM has been calling it dead or left."""
 

@@ -13,7 +13,7 @@ from common.actors import Ctx
 from common.addresses import NONCE_BYTES, Role
 from common.effects import JobDone, RunJob
 from common.limits import PLAN_LIMIT_MS, PROVIDER_START_MS
-from common.messages.node_agent import StageProvisionWire
+from common.messages.node_agent import StageProvisionWire, StopRun
 from common.messages.orchestrator import (
     EndpointWire,
     ObserveEndpointFault,
@@ -30,9 +30,19 @@ from common.messages.serve import (
     TokenEndpointReady,
     TokenOutListening,
 )
+from services.orchestrator.actor import StageLeftOut
 from services.orchestrator.base import Phase, Worker
-from services.orchestrator.planner import PlanError, RunPlan, inbound_wire, node_specs, outbound_wire, stage_wire
+from services.orchestrator.planner import (
+    PlanError,
+    RunPlan,
+    inbound_wire,
+    node_specs,
+    outbound_wire,
+    plan_placed,
+    stage_wire,
+)
 from services.orchestrator.planner_facts import PLAN_JOB
+from services.orchestrator.planner_uneven import WorkerMeasure, place
 from services.orchestrator.startup import StartUp
 
 TOKEN_ENDPOINTS = ("TokenIn", "TokenOut")
@@ -46,6 +56,8 @@ class PlannedRun(StartUp):
     def __init__(self, nonce: bytes) -> None:
         super().__init__(nonce)
         self.plan: RunPlan | None = None
+        self._started: RunPlan | None = None
+        """The plan that workers were started by; a placement by measure changes who serves which layers."""
         self._edge_tokens: dict[int, bytes] = {}
         self._endpoints: dict[int, EndpointWire] = {}
         self._token_endpoints: set[str] = set()
@@ -83,7 +95,11 @@ class PlannedRun(StartUp):
         if done.error or not isinstance(done.result, RunPlan):
             self.fail(ctx, done.error or "the run planner gave no plan")
             return
-        plan = self.plan = done.result
+        self.plan = self._started = done.result
+        self._record_plan(self.plan, {}, ctx)
+        self.prepare_provider(ctx)
+
+    def _record_plan(self, plan: RunPlan, more: dict[str, Any], ctx: Ctx) -> None:
         detail = {
             "stage_count": len(plan.stages),
             "model_id": plan.facts.model_id,
@@ -103,12 +119,48 @@ class PlannedRun(StartUp):
                 for edge in plan.all_edges
             ],
         }
-        self.record(ctx, "run_plan", "ready", detail)
-        self.prepare_provider(ctx)
+        self.record(ctx, "run_plan", "ready", {**detail, **more})
 
     def specs(self) -> list[NodeProvisionSpec]:
         """The plan's workers."""
-        return super().specs() if self.plan is None else node_specs(self.plan, self.config.image, self.mounts())
+        started = self._started
+        return super().specs() if started is None else node_specs(started, self.config.image, self.mounts())
+
+    # --- placement by measure -----------------------------------------------------------------------------------
+    def _place_measured(self, plan: RunPlan, ctx: Ctx) -> None:
+        """[pipeline] placement = "measured": the workers are there and have said what they can do. Raises PlanError."""
+        ordered = [worker for _, worker in sorted(self.workers.items())]
+        mute = [worker for worker in ordered if not worker.bytes_per_s or not worker.memory_bytes]
+        if mute:
+            raise PlanError(
+                f'[pipeline] placement = "measured" needs what each worker measures, but {self.name_of(mute[0])} did '
+                'not measure memory and speed (only CPU engines do); set placement = "even"'
+            )
+        beside = sum(_is_local(worker) for worker in ordered)
+        measures = [
+            WorkerMeasure(
+                worker.node_id,
+                worker.memory_bytes // (beside if _is_local(worker) else 1),
+                worker.bytes_per_s,
+            )
+            for worker in ordered
+        ]
+        placement = place(plan.facts, measures)
+        spans = [(share.node_id, share.layer_start, share.layer_end_exclusive) for share in placement.shares]
+        feedback = plan.feedback is not None
+        self.plan = plan_placed(plan.facts, spans, run_id=plan.run_id, node_id=plan.node_id, feedback=feedback)
+        measured = [
+            {"node_id": m.node_id, "memory_bytes": m.memory_bytes, "bytes_per_s": m.bytes_per_s} for m in measures
+        ]
+        more = {"placement": "measured", "measured": measured, "left_out": list(placement.left_out.values())}
+        self._record_plan(self.plan, more, ctx)
+        for worker in ordered:
+            if why := placement.left_out.get(worker.node_id):
+                self.record(ctx, "run_plan", "observed", {"left_out": why}, worker.node_id)
+                del self.workers[worker.stage_index]
+                ctx.send(self.actor_address, StageLeftOut(worker.stage_index))
+                # It releases what it holds and goes; the provisioner clears up behind it at the end of the run.
+                ctx.send(worker.node_actor, StopRun(run_id=self.run_id))
 
     # --- token endpoints ----------------------------------------------------------------------------------------
     def begin_stages(self, ctx: Ctx) -> None:
@@ -116,6 +168,12 @@ class PlannedRun(StartUp):
         if self.plan is None:
             super().begin_stages(ctx)
             return
+        if self.config.pipeline_placement == "measured" and not self.generation:
+            try:
+                self._place_measured(self.plan, ctx)
+            except PlanError as error:
+                self.fail(ctx, str(error), phase=Phase.PLAN)
+                return
         self.waiting_for = "the token endpoints"
         self.limit(ctx, PROVIDER_START_MS, "the prompt gateway did not open the token-out endpoint")
         self._token_endpoints.clear()
@@ -181,7 +239,7 @@ class PlannedRun(StartUp):
             return super().stage_wire(worker)
         return stage_wire(
             self.plan,
-            worker.stage_index,
+            sorted(self.workers).index(worker.stage_index),
             orchestrator=self.actor_address,
             tokens=self._edge_tokens,
             endpoints=self._endpoints,
@@ -222,6 +280,11 @@ class PlannedRun(StartUp):
             feedback=self.plan.feedback is not None,
             restart=self.config.on_worker_loss == "restart",
         )
+
+
+def _is_local(worker: Worker) -> bool:
+    """It runs beside the orchestrator, and shares this machine's memory with others that do."""
+    return worker.endpoint is not None and any(at.startswith("ipc://") for at in worker.endpoint.candidates)
 
 
 def _words(endpoint: str) -> str:

@@ -183,10 +183,18 @@ def plan_run(facts: ModelFacts, stages: int, *, run_id: int, node_id: int, feedb
     _check_facts(facts)
     if node_id + stages > U64_MAX:
         raise PlanRejection(PlanRejectionKind.UNKNOWN_NODE, f"node id {node_id} leaves no room for {stages} workers")
-    placed = []
-    for index in range(stages):
-        start, end = layer_range(facts.num_layers, stages, index)
-        placed.append(StagePlan(index, node_id + 1 + index, start, end, index + 1, index + 2))
+    spans = [(node_id + 1 + index, *layer_range(facts.num_layers, stages, index)) for index in range(stages)]
+    return plan_placed(facts, spans, run_id=run_id, node_id=node_id, feedback=feedback)
+
+
+def plan_placed(
+    facts: ModelFacts, spans: Sequence[tuple[int, int, int]], *, run_id: int, node_id: int, feedback: bool = False
+) -> RunPlan:
+    """The plan of stages with these (node id, first layer, end). Raises PlanError."""
+    stages = len(spans)
+    placed = [
+        StagePlan(index, node, start, end, index + 1, index + 2) for index, (node, start, end) in enumerate(spans)
+    ]
     edges = tuple(_edges(facts, node_id, placed))
     feedback_edge = _feedback_edge(facts, placed) if feedback and stages > 1 else None
     plan = RunPlan(run_id, node_id, facts, tuple(placed), edges, feedback_edge)

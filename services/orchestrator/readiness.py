@@ -71,6 +71,7 @@ class Readiness(Stages):
         worker.acked, worker.routed = False, False
         worker.endpoint, worker.readiness_id = msg.endpoint, msg.readiness_id
         worker.node_actor, worker.publisher = msg.node_actor, msg.datastream_publisher
+        worker.memory_bytes, worker.bytes_per_s = msg.memory_bytes, msg.bytes_per_s
         detail = {
             "endpoint": short(msg.endpoint.node_key),
             "node_actor": short(msg.node_actor),

@@ -102,6 +102,10 @@ class OrchestratorRun:
             self.token_out_ready = True
         self._inject_prompt()
 
+    def leave_out(self, stage_index: int) -> None:
+        """The plan goes without this stage; its stop is nobody's to wait for."""
+        self.plan = [stage for stage in self.plan or [] if stage.stage_index != stage_index]
+
     def stages_renewed(self) -> None:
         """A worker was replaced: stages and token endpoints have to become ready anew."""
         self.ready_stages.clear()

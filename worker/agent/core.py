@@ -255,7 +255,8 @@ class NodeAgentActor(Actor):
     def _provision(self, msg: ProvisionStage, ctx: Ctx) -> None:
         asked = msg.provision
         # A wrong node or orchestrator is the controller's to judge: it faults the stage (S1 6.6).
-        if asked.run_id != self.identity.run_id or asked.stage_index != self.identity.stage_index:
+        # Where workers were left out, those behind them move up.
+        if asked.run_id != self.identity.run_id or asked.stage_index > self.identity.stage_index:
             self._drop(msg, f"for run {asked.run_id}, stage {asked.stage_index}", ctx)
             return
         before = self.core.provision
@@ -388,6 +389,7 @@ class NodeAgentActor(Actor):
             case wire.EngineReady():
                 self.engine_ready = True
                 self.readiness.edge_candidates = msg.edge_candidates
+                self.readiness.memory_bytes, self.readiness.bytes_per_s = msg.memory_bytes, msg.bytes_per_s
                 detail = {"backend": msg.backend, "pid": msg.pid, "elapsed_ms": msg.elapsed_ms}
                 self._record(ctx, BOOTSTRAP, "engine", "ready", detail)
                 self._apply(MarkWorkerReady(), ctx)
@@ -425,7 +427,7 @@ class NodeAgentActor(Actor):
             case wire.StageFaulted():
                 self._apply(StageFailed(reason=msg.reason, detail=msg.detail), ctx)
             case wire.EngineBegun():
-                self.edges.begun(msg.request_id, self.identity.stage_index, ctx)
+                self.edges.begun(msg.request_id, self._place, ctx)
             case wire.EdgesClosed():
                 self.edges.is_open = False
                 self._quiesce(ctx)
@@ -442,7 +444,7 @@ class NodeAgentActor(Actor):
         }
         self._record(ctx, STAGE, "weights", "ready", detail)
         mine = self.identity
-        ready = MarkWeightsReady(run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index)
+        ready = MarkWeightsReady(run_id=mine.run_id, node_id=mine.node_id, stage_index=self._place)
         self._apply(ready, ctx)
 
     def _engine_exited(self, reason: str, ctx: Ctx) -> None:
@@ -514,6 +516,11 @@ class NodeAgentActor(Actor):
         ctx.timer("exit", delay_ms)
 
     # --- context and records ----------------------------------------------------------------------------------
+    @property
+    def _place(self) -> int:
+        """Which stage of the pipeline it is."""
+        return self.core.provision.stage_index if self.core.provision else self.identity.stage_index
+
     def _is_mine(self, run_id: int, node_id: int, stage_index: int) -> bool:
         mine = self.identity
         return (run_id, node_id, stage_index) == (mine.run_id, mine.node_id, mine.stage_index)

@@ -24,6 +24,8 @@ class Readiness:
     acknowledged: bool = False
     edge_candidates: list[str] = field(default_factory=list)
     """Where the engine takes edges."""
+    memory_bytes: int = 0
+    bytes_per_s: int = 0
     _delay_ms: int = RUNTIME_READY_RESEND_MS_MIN
 
     def this_runtime(self, ctx: Ctx) -> RuntimeLoaded:
@@ -58,6 +60,8 @@ class Readiness:
             node_actor=ctx.address,
             datastream_publisher=self.publisher,
             readiness_id=READINESS_ID,
+            memory_bytes=self.memory_bytes,
+            bytes_per_s=self.bytes_per_s,
         )
         ctx.send(self.identity.orchestrator, report)
         ctx.timer(READY_TIMER, self._delay_ms)

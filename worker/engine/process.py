@@ -41,6 +41,7 @@ from common.messages.engine import (
 )
 from common.messages.node_agent import LocalPath
 from common.messages.node_agent import Sampling as WireSampling
+from worker.engine import measure
 from worker.engine.errors import EngineError
 from worker.engine.mailbox import Mailbox
 from worker.engine.port import Port
@@ -130,12 +131,16 @@ class EngineProcess:
 
         assert engine is not None
         self._page.enter(Phase.IDLE)
-        backend = f"tinygrad {tinygrad_shim.device_name()}"
+        device = tinygrad_shim.device_name()
+        backend = f"tinygrad {device}"
+        is_cpu = device.partition(":")[0] == "CPU"
         ready = EngineReady(
             pid=os.getpid(),
             backend=backend,
             elapsed_ms=_elapsed_ms(started),
             edge_candidates=self._port.stage.candidates,
+            memory_bytes=measure.free_memory() if is_cpu else 0,
+            bytes_per_s=measure.read_speed() if is_cpu else 0,
         )
         self._port.send(ready)
 

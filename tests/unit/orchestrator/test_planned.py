@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.effects import JobDone, RunJob
-from common.messages.node_agent import ProvisionStage
+from common.messages.node_agent import ProvisionStage, StopRun
 from common.messages.orchestrator import EndpointWire
 from common.messages.provision import PrepareProvider, StartNode
 from common.messages.serve import (
@@ -25,6 +26,7 @@ from services.orchestrator.planner_facts import PLAN_JOB
 from tests.unit.orchestrator.playbook import NODE_ID, NONCE, RUN_ID, Play
 from tests.unit.planner.test_planner import FACTS
 
+SIZED = replace(FACTS, layer_bytes=(10 * 2**20,) * 30, head_bytes=0, kv_bytes_per_layer=2 * 2**20)
 GATEWAY_ENDPOINT = EndpointWire(node_key=b"g" * 32, candidates=["ipc:///gw"], relay=True)
 
 
@@ -150,6 +152,69 @@ def test_a_consumer_without_an_endpoint_is_named() -> None:
     play.run._endpoints.pop(NODE_ID + 1)
     play.weights()
     assert play.failure()["detail"]["error"] == f"missing runtime-ready endpoint for consumer node {NODE_ID + 1}"
+
+
+# --- placement by measure -----------------------------------------------------------------------------------------
+def measured(*facts: tuple[int, float]) -> PlannedPlay:
+    """Workers that have said (MiB free, GB/s), up to the hand-over."""
+    play = PlannedPlay().begin(SIZED, pipeline_placement="measured").planned()
+    play.prepared()
+    for stage in (0, 1):
+        play.started(stage)
+    for stage, (mib, gb_s) in enumerate(facts):
+        endpoint = EndpointWire(node_key=play.key(stage), candidates=[f"tcp://10.0.0.{stage}:1"])
+        play.reported(stage, endpoint=endpoint, memory_bytes=mib * 2**20, bytes_per_s=int(gb_s * 1e9))
+        play.routed(stage)
+        play.member(stage)
+    for stage in (0, 1):
+        play.acked(stage)
+    play.said()
+    play.completed()
+    return play
+
+
+def test_layers_follow_what_the_workers_measured() -> None:
+    play = measured((9000, 12.0), (9000, 6.0)).weights()
+    (first,) = play.said(ProvisionStage)
+    assert (first.provision.layer_start, first.provision.layer_end_exclusive) == (0, 20)
+    play.loaded(0)
+    (second,) = play.said(ProvisionStage)
+    assert (second.provision.layer_start, second.provision.layer_end_exclusive) == (20, 30)
+    plan = [r["detail"] for r in play.records() if (r["phase"], r["status"]) == ("run_plan", "ready")][-1]
+    assert plan["placement"] == "measured" and plan["left_out"] == []
+    assert [m["bytes_per_s"] for m in plan["measured"]] == [12_000_000_000, 6_000_000_000]
+
+
+def test_a_worker_that_would_only_slow_the_run_is_stopped_and_those_behind_it_move_up() -> None:
+    play = measured((9000, 0.1), (9000, 12.0)).weights()
+    sent = play.said(StopRun, ProvisionStage)
+    assert [type(msg) for msg in sent] == [StopRun, ProvisionStage]
+    wire = sent[1].provision
+    assert (wire.node_id, wire.stage_index, wire.stage_count) == (NODE_ID + 1, 0, 1)
+    assert (wire.layer_start, wire.layer_end_exclusive) == (0, 30)
+    plan = [r["detail"] for r in play.records() if (r["phase"], r["status"]) == ("run_plan", "ready")][-1]
+    assert plan["left_out"][0].startswith(f"node {NODE_ID} is left out: ")
+    play.exited(0)
+    assert not play.said(CloseRpc), "its end is wanted"
+    play.loaded(1)
+    for name in ("TokenIn", "TokenOut"):
+        play.gateway(TokenEndpointReady(endpoint=name))
+    play.stage_ready(1)
+    (opened,) = play.said(OpenPromptRpc)
+    assert opened.stage_actors == [play.node_actor(1)] and opened.nodes == [play.key(1)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ([(9000, 6.0), (0, 0.0)], "node 4 stage 1 did not measure memory and speed"),
+        ([(10, 6.0), (10, 6.0)], "the model does not fit the workers: weights and cache need 360.0 MiB"),
+    ],
+)
+def test_a_placement_that_cannot_be_ends_the_start(facts: list[tuple[int, float]], says: str) -> None:
+    play = measured(*facts)
+    failure = play.failure()
+    assert failure["phase"] == "run_plan" and says in failure["detail"]["error"]
 
 
 @pytest.mark.spec("S1 9.8", "S1 4.9")
