@@ -54,7 +54,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
         description="The door for workers that cannot be reached and for operators who have no address of their own.",
-        epilog="RELAY.md is the guide.",
+        epilog="RELAY.md is the guide. example: mvp-relay --allow-operator KEY --state relay.json, with the KEY that "
+        "`mvp-relay --operator-key` prints on the operator's machine",
     )
     parser.add_argument(
         "--operator-key", action="store_true", help="print this user's operator key (made on first use) and end"

@@ -25,7 +25,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
         description="One worker of a swactor-mq run: joins the run that the launch file names and serves its stage.",
-        epilog="It ends when the run ends, when standard input says shutdown or closes, or on SIGTERM.",
+        epilog="It ends when the run ends, when standard input says shutdown or closes, or on SIGTERM. "
+        "example, on a box of your own (provider external): mvp-worker-node --launch launch.json",
     )
     parser.add_argument("--launch", required=True, type=Path, metavar="FILE", help="the launch file, mode 0600")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
