@@ -56,8 +56,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
         description="Ask one prompt of one GPU: a gpu-node that runs already (--seed), or one rented for this answer.",
-        epilog=f"example: gpu-node --model model.gguf prints GPU_NODE_ADDR HEX 127.0.0.1:PORT; then {PROGRAM} --seed "
-        "HEX --prompt 'Name three primary colors.'",
+        epilog="examples:\n"
+        "  gpu-node --model model.gguf        prints GPU_NODE_ADDR HEX 127.0.0.1:PORT; then, with this HEX:\n"
+        f"  {PROGRAM} --seed HEX --prompt 'Name three primary colors.'\n"
+        f"  {PROGRAM} --config config/single-gpu.toml --image IMAGE --prompt 'Hello'   on a rented GPU; asks first",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads it from standard input")
     parser.add_argument("--seed", metavar="HEX[@HOST:PORT]", help="the gpu-node to ask, from its GPU_NODE_ADDR line")
