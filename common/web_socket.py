@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 LISTEN_BACKLOG = 256
+PUBLISHED_HELP = "in a container whose port is published on the host's loopback only: no token is needed"
 
 
 class WebError(Exception):

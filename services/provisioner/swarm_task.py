@@ -62,7 +62,8 @@ class Task:
         except Exception as error:  # unwatched is as good as lost: the run must hear of it
             end = Failed(f"task {self._task[:12]} can no longer be watched: {error}")
         self._over.set()
-        self._logs.join(DRAIN_S)
+        if isinstance(end, Exited):  # else nobody is there who could say any last words
+            self._logs.join(DRAIN_S)
         self._logs.emit(end)
         self._gone.set()
 

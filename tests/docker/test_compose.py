@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.docker.engine import ROOT, SERVICES_IMAGE, TestEngine
@@ -18,6 +19,7 @@ from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient, PromptClientError
 
 UP_S = 180
+PORTS = ("SMQ_PORT", "SMQ_HTTP_PORT", "SMQ_DASHBOARD_PORT", "SMQ_METRICS_PORT")
 
 
 def free_port() -> int:
@@ -27,13 +29,13 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def compose(engine: TestEngine, worker_image: str) -> Iterator[tuple[Callable[..., str], int]]:
+def compose(engine: TestEngine, worker_image: str) -> Iterator[tuple[Callable[..., str], list[int]]]:
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is missing: apt-get install docker-compose")
     engine.build("compose/Dockerfile.services", SERVICES_IMAGE)
-    port = free_port()
+    ports = [free_port() for _ in range(4)]
     environment = engine.environment | {
-        "SMQ_PORT": str(port),
+        **dict(zip(PORTS, map(str, ports), strict=True)),
         "SMQ_MODELS": os.path.dirname(default_model_path().resolve()),
         "COMPOSE_PROJECT_NAME": "smqtest",
         "COMPOSE_DOCKER_CLI_BUILD": "0",
@@ -48,7 +50,7 @@ def compose(engine: TestEngine, worker_image: str) -> Iterator[tuple[Callable[..
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    yield run, port
+    yield run, ports
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
         run("down", "-v", "-t", "5")
 
@@ -72,9 +74,17 @@ def services(engine: TestEngine) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.spec("S1 2.6", "S1 7.2")
 def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEngine) -> None:
-    run, port = compose
+    run, ports = compose
+    port, http, dashboard, metrics = ports
     run("up", "-d", "--no-build")
     assert "Paris" in ask(port, run, "What is the capital of France? One word.")
+    question = {"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    answer = httpx.post(f"http://127.0.0.1:{http}/v1/chat/completions", json=question | {"max_tokens": 12}, timeout=120)
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"], answer.text
+    assert "swactor" in httpx.get(f"http://127.0.0.1:{dashboard}/").text
+    assert "smq_" in httpx.get(f"http://127.0.0.1:{metrics}/metrics").text
+    # A page of another site that names itself into this machine gets nothing.
+    assert httpx.get(f"http://127.0.0.1:{dashboard}/", headers={"Host": "evil.example"}).status_code == 421
     up = services(engine)
     assert up.pop("keys")["State"] == "exited"
     assert {item["State"] for item in up.values()} == {"running"}, run("ps")
@@ -82,8 +92,8 @@ def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEng
         shown = engine.client().inspect_container(item["Id"])
         assert shown["Config"]["User"] == "10001:10001", name
         assert not any("docker.sock" in mount["Source"] for mount in shown["Mounts"]), name
-    published = [port for item in up.values() for port in item["Ports"] if port.get("PublicPort")]
-    assert {(item["IP"], item["PublicPort"]) for item in published} == {("127.0.0.1", port)}
+    published = [shown for item in up.values() for shown in item["Ports"] if shown.get("PublicPort")]
+    assert {(item["IP"], item["PublicPort"]) for item in published} == {("127.0.0.1", number) for number in ports}
     run("stop", "orchestrator")
     ended = engine.client().inspect_container(up["orchestrator"]["Id"])["State"]
     assert ended["ExitCode"] == 0, run("logs", "--no-color", "orchestrator")

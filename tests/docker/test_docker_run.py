@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
 CONFIG = """\
+[runtime]
+run_dir = "{run_dir}"
 [provider]
-kind = "docker"
+kind = "{provider}"
 [image]
 node = "{image}"
 [docker]
@@ -42,14 +45,27 @@ READY_S = 120
 class Run:
     """One mvp-orchestrator as a child; state: its XDG_STATE_HOME; runs that share it know each other's ledgers."""
 
-    def __init__(self, engine: TestEngine, folder: Path, state: Path, image: str, more: str = "") -> None:
+    def __init__(
+        self,
+        engine: TestEngine,
+        folder: Path,
+        state: Path,
+        image: str,
+        more: str = "",
+        *,
+        provider: str = "docker",
+        args: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.run_dir = Path(f"/tmp/smq-test-{os.getpid()}-{secrets.token_hex(4)}")
         self.archive = folder / "archive.jsonl"
         config = folder / "config.toml"
         model = default_model_path()
-        config.write_text(CONFIG.format(image=image, model=model, archive=self.archive, more=more))
-        environment = engine.environment | {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)]
+        shown = {"image": image, "model": model, "archive": self.archive, "more": more, "run_dir": self.run_dir}
+        config.write_text(CONFIG.format(provider=provider, **shown))
+        environment = engine.environment | {"XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT), **(environ or {})}
+        command = [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config), *args]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xmlrpc.client import ServerProxy
+from xmlrpc.client import Fault, ServerProxy
 
 import pytest
 from supervisor.xmlrpc import SupervisorTransport
@@ -25,7 +26,7 @@ class Hosted(Stack):
 
     def start(self) -> Stack:
         """Keys first, then supervisord."""
-        environ = self._environ | {"SMQ_RUN_DIR": str(self.run_dir), "SMQ_CONFIG": str(self.config_file)}
+        environ = self.environ | {"SMQ_RUN_DIR": str(self.run_dir), "SMQ_CONFIG": str(self.config_file)}
         init = [sys.executable, "-P", "-m", "common.security", "init", str(self.run_dir)]
         subprocess.run(init, check=True, stdout=subprocess.DEVNULL, cwd=self.home)
         with (self.home / "stdout").open("wb") as out, (self.home / "stderr").open("wb") as err:
@@ -57,6 +58,10 @@ class Hosted(Stack):
         assert not self.left()
 
 
+EXTRAS = {"http_front": "http: http://127.0.0.1:8080/v1", "dashboard": "dashboard: http://127.0.0.1:8090/"}
+"""Programs that are started on demand, and what they say then."""
+
+
 @pytest.fixture(scope="module")
 def hosted() -> Iterator[Hosted]:
     """All programs but the relay."""
@@ -70,6 +75,8 @@ def test_the_file_names_every_service() -> None:
     parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
     parser.read(CONF)
     programs = {name.removeprefix("program:"): parser[name] for name in parser if name.startswith("program:")}
+    for name in EXTRAS:
+        assert programs[name]["autostart"] == "false" and programs.pop(name)["priority"] == "75"
     assert set(programs) == {str(role) for role in SERVICES}
     for name, program in programs.items():
         assert f"-P -m services.{name} --bus %(ENV_SMQ_RUN_DIR)s/bus/{name}.json" in program["command"]
@@ -91,11 +98,18 @@ def test_a_run_under_supervisord(hosted: Hosted) -> None:
     def running() -> bool:
         """The stack may answer before supervisord's startsecs are over: it says STARTING until then."""
         states = {info["name"]: info["statename"] for info in hosted.rpc.getAllProcessInfo()}
-        assert states.pop("relay") == "STOPPED"
+        assert {states.pop(name) for name in ("relay", *EXTRAS)} == {"STOPPED"}
         assert set(states.values()) <= {"STARTING", "RUNNING"}, states
         return set(states.values()) == {"RUNNING"}
 
     wait_for("every program is RUNNING", running, 15)
+    # Their ports are fixed ones: somebody on this machine may have them, and that is said in their logs.
+    for name, line in EXTRAS.items():
+        with contextlib.suppress(Fault):
+            hosted.rpc.startProcess(name)
+        assert line in hosted.log(name) or "Address already in use" in hosted.log(name), hosted.log(name)
+        with contextlib.suppress(Fault):
+            hosted.rpc.stopProcess(name)
     assert hosted.rpc.stopProcess("orchestrator")
     info = hosted.rpc.getProcessInfo("orchestrator")
     assert (info["exitstatus"], info["spawnerr"]) == (0, "")

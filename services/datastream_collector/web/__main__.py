@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from common.web import App, Guard, serve
-from common.web_socket import WebError, is_loopback, listen, read_token, where
+from common.web_socket import PUBLISHED_HELP, WebError, is_loopback, listen, read_token, where
 from services.datastream_collector.subscribe import SOCKET_NAME
 from services.datastream_collector.web.app import Dashboard
 from services.datastream_collector.web.feed import follow_live, read_archive
@@ -32,14 +32,15 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", default="", metavar="IP:PORT", help=f"where the {name} listens")
         parser.add_argument(f"--{name}-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--token-file", default="", metavar="FILE", help="bearer token, needed beyond loopback")
+    parser.add_argument("--published-on-loopback", action="store_true", help=PUBLISHED_HELP)
     parser.add_argument("--owner-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     return parser
 
 
-def _socket(fd: int | None, addr: str, token: str, what: str) -> socket.socket | None:
+def _socket(fd: int | None, addr: str, guarded: bool, what: str) -> socket.socket | None:
     if fd is not None:
         return socket.socket(fileno=fd)
-    return listen(addr, token=bool(token), what=what) if addr else None
+    return listen(addr, token=guarded, what=what) if addr else None
 
 
 async def _run(args: argparse.Namespace, token: str, page: socket.socket | None, numbers: socket.socket | None) -> None:
@@ -50,7 +51,8 @@ async def _run(args: argparse.Namespace, token: str, page: socket.socket | None,
     apps: list[tuple[App, socket.socket]] = []
     for sock, app in ((page, Dashboard(store, stopping).app), (numbers, metrics_app(metrics))):
         if sock is not None:
-            guard = Guard(app, token=token, loopback=is_loopback(sock), open_paths=OPEN_PATHS)
+            loopback = args.published_on_loopback or is_loopback(sock)
+            guard = Guard(app, token=token, loopback=loopback, open_paths=OPEN_PATHS)
             apps.append((guard, sock))
     if args.archive is not None:
         feed = asyncio.create_task(read_archive(args.archive, store))
@@ -67,8 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         token = read_token(args.token_file)
-        page = _socket(args.dashboard_fd, args.dashboard, token, "the dashboard")
-        numbers = _socket(args.metrics_fd, args.metrics, token, "the metrics")
+        guarded = bool(token) or args.published_on_loopback
+        page = _socket(args.dashboard_fd, args.dashboard, guarded, "the dashboard")
+        numbers = _socket(args.metrics_fd, args.metrics, guarded, "the metrics")
         if page is None and numbers is None:
             raise WebError("nothing to serve: give --dashboard IP:PORT, --metrics IP:PORT or both")
         if args.archive is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.web import Guard, serve
-from common.web_socket import WebError, is_loopback, listen, read_token, where
+from common.web_socket import PUBLISHED_HELP, WebError, is_loopback, listen, read_token, where
 from services.prompt_gateway.http.app import Front
 from services.prompt_gateway.http.rpc import PromptRpc
 from services.prompt_gateway.http.shapes import error_body, error_kind
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     listener.add_argument("--http-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--model", default="default", metavar="ID", help="the id under which the model is offered")
     parser.add_argument("--token-file", default="", metavar="FILE", help="bearer token, needed beyond loopback")
+    parser.add_argument("--published-on-loopback", action="store_true", help=PUBLISHED_HELP)
     parser.add_argument("--owner-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     return parser
 
@@ -54,7 +55,8 @@ def _address(args: argparse.Namespace) -> Callable[[], str]:
 
 async def _run(args: argparse.Namespace, sock: socket.socket, token: str) -> None:
     front = Front(PromptRpc(_address(args)), args.model)
-    guard = Guard(front.app, token=token, loopback=is_loopback(sock), refusal=_refusal, open_paths=OPEN_PATHS)
+    loopback = args.published_on_loopback or is_loopback(sock)
+    guard = Guard(front.app, token=token, loopback=loopback, refusal=_refusal, open_paths=OPEN_PATHS)
     await serve([(guard, sock)], asyncio.Event(), args.owner_fd)
 
 
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.http_fd is not None:
             sock = socket.socket(fileno=args.http_fd)
         else:
-            sock = listen(args.http, token=bool(token), what="the HTTP front")
+            sock = listen(args.http, token=bool(token) or args.published_on_loopback, what="the HTTP front")
     except WebError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

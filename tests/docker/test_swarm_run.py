@@ -1,0 +1,96 @@
+"""The whole mvp-orchestrator with provider swarm: a pipeline across two nodes, and a node that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.door import free_ports
+from tests.docker.swarm_engines import GATEWAY, TestSwarm
+from tests.docker.test_docker_run import Run
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, assert_right
+from tools.prompt_client import PromptClient
+
+TWO_STAGES = ("--pipeline-stages", "2")
+
+
+@pytest.fixture
+def start(swarm: TestSwarm, worker_image: str, tmp_path: Path) -> Iterator[Any]:
+    made: list[Run] = []
+
+    def begin(state: str = "state", **more: Any) -> Run:
+        relay = f'[relay]\nbind_addr = "{GATEWAY}:{free_ports(GATEWAY)}"\n'
+        folder = tmp_path / f"run{len(made)}"
+        run = Run(swarm.manager, folder, tmp_path / state, worker_image, relay, provider="swarm", **more)
+        made.append(run)
+        return run
+
+    yield begin
+    for run in made:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(30)
+            run.process.kill()
+    swarm.clear()
+
+
+@pytest.mark.spec("S1 4.5", "S1 5.4", "S1 7.2", "S1 7.5", "S1 9.16")
+def test_a_pipeline_across_both_nodes_answers_and_nothing_is_left(start: Any, swarm: TestSwarm) -> None:
+    with Stack() as one:
+        one.assert_answers()  # what one worker here says is what the two have to say
+    run = start(args=TWO_STAGES)
+    addr = run.ready()
+    assert sorted(swarm.workers()) == ["node1 running", "node2 running"]
+    with contextlib.closing(PromptClient.connect(addr, wait_s=5)) as client:
+        assert_right(client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text)
+    assert run.stop() == 0, run.error()
+    assert swarm.workers() == [] and swarm.left() == ([], [])
+    assert not list((run.archive.parent.parent / "state" / "swactor-mq" / "ledger").glob("*.jsonl"))
+
+
+@pytest.mark.spec("S1 9.15", "S1 10.6")
+def test_a_node_that_dies_ends_the_request_with_a_fault_and_the_run_with_one_line(start: Any, swarm: TestSwarm) -> None:
+    run = start(args=TWO_STAGES)
+    asker = Asker(run.ready(), "Write a very long story about a lighthouse keeper and the sea.", max_tokens=2000)
+    asker.wait_text()
+    began = time.monotonic()
+    swarm.kill_second()
+    try:
+        (end,) = [line for line in asker.terminals(60) if line["type"] in ("done", "fault")]
+        assert end["type"] == "fault", end
+        assert run.process.wait(90) == 1
+        print(f"the run ended {time.monotonic() - began:.1f} s after the node")
+        for record in run.records()[-25:]:
+            print(record.get("unix_ms"), record["phase"], record["status"], str(record["detail"])[:150])
+        lines = run.error().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("mvp-orchestrator: "), lines
+        assert "node 3" in lines[0] or "node 2" in lines[0], lines
+        assert swarm.left() == ([], []) and [item for item in swarm.workers() if "node1" in item] == []
+    finally:
+        swarm.second.start()
+        swarm.wait_nodes("ready", "ready")
+
+
+@pytest.mark.spec("S1 9.16")
+def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: Any, swarm: TestSwarm) -> None:
+    killed = start()
+    killed.ready()
+    for pid in [killed.process.pid, *killed.pids()]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    killed.process.wait()
+    assert len(swarm.left()[0]) == 1
+    following = start()
+    following.ready()
+    assert len(swarm.left()[0]) == 1, "the first one's is still there"
+    assert following.stop() == 0
+    assert swarm.left() == ([], [])
