@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("Count from one to ten in words.", {"max_tokens": 40, "stop": ["five"]}),
     ("Write one sentence in Japanese about the sea: 海", {"max_tokens": 40}),
     (PARAGRAPH * 14 + "Who is this text about?", {"max_tokens": 24}),
+    (PARAGRAPH * 50 + "Who is this text about?", {"max_tokens": 8}),  # about 2,000 tokens
     ("a", {"max_tokens": 12, "raw": True}),
     ("Tell me a joke.", {"max_tokens": 24, "sampling": {"temperature": 0.8, "seed": 7}}),
     ("Say the same word again and again.", {"max_tokens": 24, "sampling": {"repetition_penalty": 1.3}}),
@@ -86,12 +88,22 @@ def test_stages_are_provisioned_after_the_acknowledgement_one_after_the_other(tw
     assert max(loaded.values()) < order.index(("prompt_rpc", "ready"))
 
 
+@pytest.mark.spec("S1 7.10", "S1 9.13")
 def test_a_prompt_cut_by_its_client_leaves_the_pipeline_clean(two: Stack) -> None:
-    """During the prefill of a long prompt and in the middle of an answer; the next answers are what they always are."""
+    """During the prefill of a long prompt and after random tokens of an answer; the next answers are what they always
+    are. Another seed: SMQ_FAULT_SEED."""
+    seed = int(os.environ.get("SMQ_FAULT_SEED") or time.time_ns() % 1_000_000)
+    print(f"SMQ_FAULT_SEED={seed}")
+    draw = random.Random(seed)
     expected = two.ask("What is the capital of France?", max_tokens=48).final_text
-    for prompt, wait_s in ((PARAGRAPH * 40, 0.3), (LONG, 1.5), (LONG, 0.02)):
+    for prompt, tokens in ((PARAGRAPH * 40, 0), (LONG, 1), *((LONG, draw.randrange(2, 60)) for _ in range(3))):
+        before = len(two.archive.prompts("pipeline_token_out"))
+        begun = len(two.archive.prompts("pipeline_token_in"))
         asker = Asker(two.addr(), prompt)
-        time.sleep(wait_s)
+        wait_for("the prompt", lambda begun=begun: len(two.archive.prompts("pipeline_token_in")) > begun, 30)
+        wanted = before + tokens
+        wait_for("tokens", lambda wanted=wanted: len(two.archive.prompts("pipeline_token_out")) >= wanted, 60)
+        time.sleep(draw.random() * 0.05)
         asker._sock.shutdown(2)
         assert two.ask("What is the capital of France?", max_tokens=48).final_text == expected
 

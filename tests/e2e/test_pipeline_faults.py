@@ -92,7 +92,7 @@ class Cell:
             case "gateway", _:
                 return ["gateway", "SIGKILL" if self.harm == "kill" else "did not answer"]
             case _:
-                return ["node ", "stage ", "no lease"]
+                return ["node ", "stage ", "no lease", "does not answer"]
 
 
 def cells() -> Iterator[Cell]:

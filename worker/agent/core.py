@@ -214,9 +214,8 @@ class NodeAgentActor(Actor):
             case vigil.PAGE_TIMER:
                 self._silence(ctx)
             case "lease":
-                detail = (
-                    f"node {self.identity.node_id}: no lease from the orchestrator any more, the worker stops itself"
-                )
+                door = "" if ctx.views.link_up else ", and the relay or router that this worker dials does not answer"
+                detail = f"node {self.identity.node_id}: no lease from the orchestrator any more{door}; it stops itself"
                 self._record(ctx, SHUTDOWN, "lease", "failed", {"error": detail})
                 self.desk.fail_all("the worker lost its orchestrator", ctx, engine_gone=False)
                 self._leave(Exit(1, detail), ctx)
