@@ -81,6 +81,7 @@ class Instance:
     body: dict[str, Any]
     behaviour: str
     key: str = field(default_factory=lambda: secrets.token_hex(16))
+    since: float = field(default_factory=time.time)
     reads: int = 0
     hidden: int = 0
     stays: int = 0
@@ -348,7 +349,11 @@ class FakeVast:
             "id": instance.id, "label": instance.label, "machine_id": instance.offer.get("machine_id"),
             "actual_status": None, "intended_status": "running", "cur_state": "running", "next_state": "running",
             "status_msg": "", "ssh_host": None, "ssh_port": None, "public_ipaddr": None, "ports": None,
-            "dph_total": instance.offer["dph_total"], "start_date": time.time(),
+            "dph_total": instance.offer["dph_total"], "start_date": instance.since, "end_date": instance.since + 1e7,
+            "extra_env": [[name, str(value)] for name, value in (instance.body.get("env") or {}).items()],
+            "image_uuid": instance.body.get("image"), "image_runtype": instance.body.get("runtype"), "image_args": [],
+            "onstart": instance.body.get("onstart"), "gpu_name": instance.offer.get("gpu_name"), "num_gpus": 1,
+            "host_id": instance.offer.get("host_id"), "disk_space": instance.body.get("disk"), "is_bid": False,
         }  # fmt: skip
         kind, reads = instance.behaviour, instance.reads
         if reads < 1:
