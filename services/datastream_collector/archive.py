@@ -214,8 +214,11 @@ def _heads(data: bytes) -> list[_Head]:
 def _recovered(heads: list[_Head], *, whole: bool) -> Recovered:
     streams: dict[str, RecoveredStream] = {}
     producers: dict[str, SeqRanges] = {}
+    positions: dict[tuple[str, str], SeqRanges] = {}
     for head in heads:
         if not head.stream.startswith(OWN_STREAMS):
+            if head.collected.producer:
+                positions.setdefault((head.collected.producer, head.stream), SeqRanges()).add(head.position)
             continue
         stream = streams.setdefault(head.stream, RecoveredStream())
         if head.position <= stream.position:
@@ -226,4 +229,9 @@ def _recovered(heads: list[_Head], *, whole: bool) -> Recovered:
         stream.channels[head.channel] = head.channel_id
         if head.collected.producer_seq:
             producers.setdefault(head.collected.producer, SeqRanges()).add(head.collected.producer_seq)
-    return Recovered(streams, {name: seen.ranges for name, seen in producers.items()}, whole)
+    return Recovered(
+        streams,
+        {name: seen.ranges for name, seen in producers.items()},
+        whole,
+        {name: seen.ranges for name, seen in positions.items()},
+    )

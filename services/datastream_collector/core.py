@@ -226,6 +226,7 @@ class CollectorActor(ServiceActor):
     # --- streams ----------------------------------------------------------------------------------------------
     def _start(self, recovered: Recovered, ctx: Ctx, *, archive: bool = False) -> None:
         self._stream = OwnStream(self.config.run_id, recovered)
+        self._flows.recover(recovered)
         if archive:
             self._archive = self.ring.cursor(lossless=True)
         while self._held:

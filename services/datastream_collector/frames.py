@@ -49,12 +49,14 @@ class RecoveredStream:
 class Recovered:
     """What an archive says of the time before this process: streams by name, and what was seen of each producer.
 
-    whole: the archive was read from its start; else only its tail was, and channels may be missing.
+    positions: of workers' streams, by publisher and stream. whole: the archive was read from its start; else only its
+    tail was, and channels may be missing.
     """
 
     streams: Mapping[str, RecoveredStream] = field(default_factory=dict)
     producers: Mapping[str, list[tuple[int, int]]] = field(default_factory=dict)
     whole: bool = True
+    positions: Mapping[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Cursor:

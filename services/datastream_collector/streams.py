@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.addresses import short
@@ -198,6 +199,12 @@ class Flows:
         self._streams: OrderedDict[bytes, WorkerStream] = OrderedDict()
         self._early: deque[_Early] = deque()
         self._early_bytes = 0
+        self._recovered: Mapping[tuple[str, str], list[tuple[int, int]]] = {}
+
+    def recover(self, recovered: Recovered) -> None:
+        """What a collector before this one has archived is not taken again: a batch may be written and yet come again,
+        because the death came between the write and its acknowledgement."""
+        self._recovered = recovered.positions
 
     def expect(self, msg: ExpectFlow) -> list[tuple[StreamFrames, bytes]]:
         """Announce a flow; returns the (message, sender) that came too early for it, in order."""
@@ -293,7 +300,10 @@ class Flows:
         """Streams belong to a publisher actor: a new flow of the same worker goes on where the old one was."""
         stream = self._streams.get(sender)
         if stream is None or stream.name != name:
-            stream = self._streams[sender] = WorkerStream(name)
+            archived = self._recovered.get((short(sender), name), [])
+            # Positions come in order: what is below the lowest that the archive's tail shows was archived before.
+            seen = SeqRanges([(0, archived[0][0]), *archived] if archived else [])
+            stream = self._streams[sender] = WorkerStream(name, seen=seen)
             if len(self._streams) > FLOWS_MAX:
                 self._streams.popitem(last=False)
         return stream

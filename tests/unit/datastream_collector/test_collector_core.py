@@ -378,6 +378,20 @@ def test_another_run_in_the_same_file_starts_afresh() -> None:
     assert [(frame.position, frame.payload) for frame in bench.archived] == [(0, b"x")]
 
 
+@pytest.mark.spec("S1 8.13")
+def test_what_the_collector_before_had_archived_of_a_worker_is_not_taken_again() -> None:
+    """It died between the write and the acknowledgement; the publisher sends the batch once more."""
+    archived = Recovered(positions={(short(WORKER), "2/1"): [(30, 41)], (short(OTHER), "2/1"): [(0, 99)]})
+    bench = Bench(recovered=archived)
+    bench.tell(expect())
+    bench.tell(frames(*(b"%d" % at for at in range(40, 44)), first=40), WORKER)
+    assert [(frame.position, frame.payload) for frame in bench.archived if frame.stream == "2/1"] == [
+        (42, b"42"),
+        (43, b"43"),
+    ]
+    assert bench.actor.counters["duplicates"] == 2
+
+
 # --- worker streams --------------------------------------------------------------------------------------------
 @pytest.mark.spec("S1 2.8", "S1 3.9", "S1 5.9", "S1 8.10")
 def test_worker_frames_keep_identity_ids_positions_and_bytes() -> None:

@@ -122,6 +122,7 @@ def test_an_old_archive_says_what_it_holds_of_the_last_run(tmp_path: Path) -> No
     assert set(again.streams) == {"mvp-orchestrator/1"}
     assert again.streams["mvp-orchestrator/1"].position == 2
     assert again.streams["mvp-orchestrator/1"].channels == {"mvp.orch.bootstrap": 2}
+    assert again.positions == {("aa" * 8, "2/1"): [(0, 2)]}
     assert again.whole
 
 
