@@ -1,7 +1,7 @@
 """`mvp-orchestrator plan`: what a planned run would be, without starting anything (S1 4.4; issue 4).
 
 Takes the five arguments of a run. Resolves the configuration, reads the GGUF's index and prints layers, bytes and edges
-per stage, what does not fit and why, and the speed that a stated formula predicts.
+per stage, what does not fit and why, and the speed that a stated formula predicts. One machine's memory is known: this.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.addresses import Role
@@ -16,15 +17,18 @@ from common.config import resolve
 from common.config_errors import ConfigError, Information
 from common.config_slices import OrchestratorSlice
 from services.config_resolver.slices import slice_for
-from services.orchestrator.planner import DTYPE_BYTES, PlanError, RunPlan, StagePlan
+from services.orchestrator.planner import DTYPE_BYTES, TOKEN_BYTES, PlanError, RunPlan, StagePlan
 from services.orchestrator.planner_facts import make_plan
 
-BANDWIDTH_BYTES_S = 6e9  # what one worker thread reads of memory a second on a common server; measured ones are higher
+CPU_BYTES_S = 6e9  # weights that one thread reads and multiplies a second on a common server; more threads read more
+GPU_BYTES_S = 300e9  # of a small card's memory
 HOP_S = 0.0005  # one record over a local edge and two thread switches
 FORMULA = (
-    "tokens/s = 1 / (sum over stages of bytes read per token / {bandwidth:.0f} GB/s + hops x {hop:.1f} ms); "
+    "tokens/s = 1 / (sum over stages of weight bytes read per token / bytes a second + hops x {hop:.1f} ms): "
+    "{cpu:.0f} GB/s and the file's bytes for a CPU thread, {gpu:.0f} GB/s and float16 for a GPU; "
     "add the one-way delay of each hop between machines"
 )
+ROWS = 64  # of a prompt in one activation record
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -55,20 +59,33 @@ def memory_available() -> int:
     return 0
 
 
-def stage_bytes(plan: RunPlan, stage: StagePlan) -> tuple[int, int, int]:
-    """(weights in the file, weights in memory, key-value cache) of a stage."""
+@dataclass(frozen=True, slots=True)
+class StageSize:
+    """Bytes of a stage. packed: its weights as the C kernels hold and read them, which is as the file does; float16: as
+    a GPU and the portable kernels do; out: what leaves it for each token."""
+
+    packed: int
+    float16: int
+    cache: int
+    out: int
+
+
+def stage_size(plan: RunPlan, stage: StagePlan) -> StageSize:
+    """Of one stage. The first one reads its few rows of the embedding in the file."""
     facts = plan.facts
     is_last = stage.stage_index == len(plan.stages) - 1
     span = slice(stage.layer_start, stage.layer_end_exclusive)
-    in_file = sum(facts.layer_bytes[span]) + (facts.head_bytes if is_last else 0)
-    in_memory = sum(facts.layer_memory_bytes[span]) + (facts.head_memory_bytes if is_last else 0)
-    return in_file, in_memory, stage.layers * facts.kv_bytes_per_layer
+    return StageSize(
+        packed=sum(facts.layer_bytes[span]) + (facts.head_bytes if is_last else 0),
+        float16=sum(facts.layer_memory_bytes[span]) + (facts.head_memory_bytes if is_last else 0),
+        cache=stage.layers * facts.kv_bytes_per_layer,
+        out=TOKEN_BYTES if is_last else row_bytes(plan),
+    )
 
 
-def tokens_per_second(plan: RunPlan) -> float:
-    """By FORMULA, on one host."""
-    read = sum(stage_bytes(plan, stage)[1] for stage in plan.stages)
-    return 1 / (read / BANDWIDTH_BYTES_S + hops(plan) * HOP_S)
+def row_bytes(plan: RunPlan) -> int:
+    """Of one token between two stages."""
+    return plan.facts.hidden_dim * DTYPE_BYTES[plan.facts.dtype]
 
 
 def hops(plan: RunPlan) -> int:
@@ -76,48 +93,77 @@ def hops(plan: RunPlan) -> int:
     return len(plan.stages) if plan.feedback is not None else len(plan.edges)
 
 
+def tokens_per_second(plan: RunPlan, *, gpu: bool = False, hop_count: int | None = None) -> float:
+    """By FORMULA, on one host. hop_count: of the plan, if not said."""
+    sizes = [stage_size(plan, stage) for stage in plan.stages]
+    packed_s = sum(size.packed for size in sizes) / CPU_BYTES_S
+    read_s = sum(size.float16 for size in sizes) / GPU_BYTES_S if gpu else packed_s
+    return 1 / (read_s + (hops(plan) if hop_count is None else hop_count) * HOP_S)
+
+
 def report(plan: RunPlan, config: OrchestratorSlice, available: int) -> str:
     """The whole text. available: bytes of memory of this machine, 0 if unknown."""
     facts = plan.facts
-    row = facts.hidden_dim * DTYPE_BYTES[facts.dtype]
     lines = [
         f"model {facts.model_id}: {facts.num_layers} layers, width {facts.hidden_dim}, context {facts.max_seq_len}, "
         f"vocabulary {facts.vocab_size}",
-        f"{len(plan.stages)} stage(s) on {config.provider}, activation rows {facts.dtype}: {row} bytes a token",
-        "",
-        "stage  node  layers    file       memory     kv cache",
+        f"{len(plan.stages)} stage(s) on {config.provider}, activation rows {facts.dtype}: {row_bytes(plan)} bytes a "
+        f"token, {_mib(ROWS * row_bytes(plan), 2)} for {ROWS} tokens of a prompt",
     ]
-    total = 0
+    if config.pipeline_placement == "measured":
+        lines.append("these are even layers; the run places them by what its workers measure, and leaves slow ones out")
+    lines += ["", "stage  node  layers    packed (CPU) float16 (GPU) kv cache    out a token"]
     for stage in plan.stages:
-        in_file, in_memory, cache = stage_bytes(plan, stage)
-        total += in_memory + cache
+        size = stage_size(plan, stage)
         span = f"{stage.layer_start}..{stage.layer_end_exclusive - 1}"
-        sizes = f"{_mib(in_file):<10} {_mib(in_memory):<10} {_mib(cache)}"
+        sizes = f"{_mib(size.packed):<12} {_mib(size.float16):<13} {_mib(size.cache):<11} {size.out} B"
         lines.append(f"{stage.stage_index:<6} {stage.node_id:<5} {span:<9} {sizes}")
-    lines += ["", "edge  kind        from     to       window"]
+    lines += ["", "edge  kind           from     to       window"]
     for edge in plan.all_edges:
         ends = [
             "gateway" if end.stage_index is None else f"stage {end.stage_index}"
             for end in (edge.producer, edge.consumer)
         ]
-        lines.append(
-            f"{edge.edge_id:<5} {edge.kind:<11} {ends[0]:<8} {ends[1]:<8} {_mib(edge.ring_spec.data_capacity)}"
-        )
-    lines += ["", f"predicted {tokens_per_second(plan):.0f} tokens/s on one host"]
-    lines.append(FORMULA.format(bandwidth=BANDWIDTH_BYTES_S / 1e9, hop=HOP_S * 1000))
-    if config.provider == "process" and available and total > available:
-        lines.append(
-            f"does not fit: the stages need {_mib(total)} together, this machine has {_mib(available)} available; "
-            "use more machines ([provider] kind = docker, swarm or external) or a smaller [model] max_context"
-        )
-    if len(plan.stages) > 1:
-        whole = 1 / (sum(stage_bytes(plan, s)[1] for s in plan.stages) / BANDWIDTH_BYTES_S + 2 * HOP_S)
-        lines.append(
-            f"one stage is faster where the model fits one machine ({_mib(total)}): about {whole:.0f} tokens/s, "
-            "since a token passes the stages one after the other; set pipeline_stages = 1"
-        )
+        window = _mib(edge.ring_spec.data_capacity, 2)
+        lines.append(f"{edge.edge_id:<5} {edge.kind:<14} {ends[0]:<8} {ends[1]:<8} {window}")
+    lines += [
+        "",
+        f"predicted {tokens_per_second(plan):.0f} tokens/s with one CPU thread a worker, "
+        f"{tokens_per_second(plan, gpu=True):.0f} on GPUs, {hops(plan)} hops a token on one host",
+        FORMULA.format(cpu=CPU_BYTES_S / 1e9, gpu=GPU_BYTES_S / 1e9, hop=HOP_S * 1000),
+        *_verdicts(plan, config, available),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _verdicts(plan: RunPlan, config: OrchestratorSlice, available: int) -> list[str]:
+    """What does not fit and why, and whether one stage would do."""
+    sizes = [stage_size(plan, stage) for stage in plan.stages]
+    weights, cache = sum(size.packed for size in sizes), sum(size.cache for size in sizes)
+    total = weights + cache
+    need = f"{_mib(total)} together, {_mib(weights)} of weights and {_mib(cache)} of cache"
+    found = []
+    fits_here = not available or total <= available
+    if config.provider == "process" and not fits_here:
+        found.append(
+            f"does not fit: the stages need {need}; this machine has {_mib(available)} available; "
+            "use more machines ([provider] kind = docker, swarm or external) or a smaller [model] max_context"
+        )
+    elif config.provider != "process":
+        largest = max(size.packed + size.cache for size in sizes)
+        on_gpu = max(size.float16 + size.cache for size in sizes)
+        found.append(
+            f"the stages need {need}; the largest {_mib(largest)} on a CPU, {_mib(on_gpu)} on a GPU: "
+            "each worker's machine must have as much"
+        )
+    if len(plan.stages) > 1 and fits_here:
+        whole = tokens_per_second(plan, hop_count=2)
+        found.append(
+            f"one stage is faster where the model fits one machine ({_mib(total)}): about {whole:.0f} tokens/s, "
+            "since a token passes the stages one after the other; set pipeline_stages = 1"
+        )
+    return found
+
+
+def _mib(size: int, digits: int = 1) -> str:
+    return f"{size / 2**20:.{digits}f} MiB"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,5 +248,35 @@ def test_float16_rows_halve_the_activation_edges_and_still_answer() -> None:
         moved = [r.body["detail"] for r in stack.archive.records() if r.channel == "mvp.node.edge"]
         activations = [detail for detail in moved if detail["edge_id"] == 2]
         assert activations, "the rows went over edge 2"
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
+
+
+SLOW_THIRD = """\
+import sys
+if any("nodes/4/" in word for word in sys.argv) or __import__("os").environ.get("SMQ_TEST_SLOW"):
+    __import__("os").environ["SMQ_TEST_SLOW"] = "1"
+    from worker.engine import measure
+    measure.read_speed = lambda *_: 10_000_000
+"""
+
+
+def test_a_worker_that_measures_slow_is_left_out_and_the_text_is_the_same(
+    one_worker: list[tuple[str, int, int, str]], tmp_path: Path
+) -> None:
+    """The third worker says that it reads 10 MB/s: the other two hold the model, it is stopped again."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_THIRD)
+    script = tmp_path / "worker"
+    worker = Path(sys.executable).with_name("mvp-worker-node")
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {worker} "$@"\n')
+    script.chmod(0o700)
+    placed = '[pipeline]\nplacement = "measured"\n'
+    args = ("--pipeline-stages", "3", "--worker-bin", str(script))
+    with Stack(args=args, config=placed) as stack:
+        assert [answer_facts(stack, at) for at in (0, 2)] == [one_worker[0], one_worker[2]]
+        plans = [r.detail for r in stack.archive.lifecycle() if r.step == ("run_plan", "ready")]
+        assert len(plans[0]["stages"]) == 3 and [stage["node_id"] for stage in plans[1]["stages"]] == [2, 3]
+        assert plans[1]["left_out"][0].startswith("node 4 is left out: ")
+        wait_for("its end", lambda: len([p for p in stack.left() if p.part == "agent"]) == 2, 30)
         stack.say("stop\n")
         stack.assert_stopped("stdin")

@@ -14,7 +14,7 @@ from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
 from common.messages.node_agent import HuggingFaceGguf
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
-from services.orchestrator.plan_command import memory_available, stage_bytes
+from services.orchestrator.plan_command import memory_available, stage_size
 from services.orchestrator.planner import PlanError, RunPlan
 from services.orchestrator.planner_facts import make_plan, planning_path
 from services.orchestrator.run_dir import default_path
@@ -125,9 +125,9 @@ def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Find
     if not isinstance(planned, RunPlan):
         return skip("the model's size is not known here")
     there = available_here()
-    sizes = [stage_bytes(planned, stage) for stage in planned.stages]
-    packed = sum(in_file + cache for in_file, _, cache in sizes) + PROCESS_BYTES
-    unpacked = sum(in_memory + cache for _, in_memory, cache in sizes) + PROCESS_BYTES
+    sizes = [stage_size(planned, stage) for stage in planned.stages]
+    packed = sum(size.packed + size.cache for size in sizes) + PROCESS_BYTES
+    unpacked = sum(size.float16 + size.cache for size in sizes) + PROCESS_BYTES
     says = f"{_gib(packed)} needed ({_gib(unpacked)} by the portable kernels), {_gib(there)} available"
     way = "use a smaller [model] max_context or model, or more machines ([provider] kind = docker, swarm, external)"
     if packed > there:
@@ -149,7 +149,7 @@ def disk(config: Config, planned: RunPlan | PlanError | None, environ: Mapping[s
     """Room and rights where a run writes."""
     packed = 0
     if isinstance(planned, RunPlan):
-        packed = sum(stage_bytes(planned, stage)[0] for stage in planned.stages)
+        packed = sum(stage_size(planned, stage).packed for stage in planned.stages)
     state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "swactor-mq"
     findings = [
         _folder("the cache of repacked weights", cache_folder(), packed, "XDG_CACHE_HOME", worst="warn"),
