@@ -268,9 +268,12 @@ class DatastreamPublisherActor(Actor):
             ctx.send(self.endpoint.subscription.collector, message)
 
     def _is_there(self, ctx: Ctx) -> bool:
-        """What is sent to a collector that is no more waits for a route, and is lost without a word if we end first."""
+        """What is sent to a collector that is no more waits for a route, and is lost without a word if we end first.
+        After a break of the link the routes are old until the router speaks."""
         to, routes = self.endpoint.subscription, ctx.views.routes
-        return to is not None and (not routes.known or routes.owner(to.collector) is not None)
+        if to is None or not routes.known:
+            return to is not None
+        return routes.current and routes.owner(to.collector) is not None
 
 
 def _size(frame: Frame) -> int:

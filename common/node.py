@@ -361,6 +361,8 @@ class Node:
                 self._link_up(effect)
         was, self.views.link_up = self.views.link_up, self.link.up
         if was != self.link.up:
+            if was:
+                self.views.routes.current = False
             self._view_changed("paths")
 
     def _link_up(self, effect: LinkUp) -> None:

@@ -58,6 +58,8 @@ class Replica:
     def __init__(self, view: str) -> None:
         self.view = view
         self.known = False
+        self.current = False
+        """Nothing can have been missed: False from a break of the link until the publisher's next word."""
         self.version = 0
         self.revision = 0
         """Counts the changes of this copy: what was derived from it is old when this differs."""
@@ -76,11 +78,12 @@ class Replica:
         self.revision += 1
         if isinstance(update, Snapshot):
             self.items = {item_key(item): item for item in update.items}
-            self.version, self.known = update.version, True
+            self.version, self.known, self.current = update.version, True, True
             return True
         if not self.known or update.version != self.version + 1:
-            self.known = False
+            self.known = self.current = False
             return False
+        self.current = True
         for item in update.changed:
             self.items[item_key(item)] = item
         for key in update.removed:

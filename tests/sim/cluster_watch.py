@@ -171,7 +171,7 @@ class Watch:
         if over.status not in (0, 1):
             raise Violation(f"exit status {over.status}")
         left = [worker.host.name for worker in self.cluster.provider.living()]
-        if left and "stop" not in over.error:
+        if left and not self.cluster.run.result.stop_error:
             raise Violation(f"the run is over, but {', '.join(left)} lives and nobody says so")
 
     def runs_ended(self) -> None:

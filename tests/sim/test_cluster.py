@@ -148,6 +148,18 @@ def test_frames_of_a_worker_are_not_lost_on_a_collector_that_is_gone() -> None:
         play(plan(crash, relay=False, delay_ms=(30, 100), clients=[busy], seed=number))
 
 
+def test_frames_are_not_sent_to_a_collector_that_only_old_routes_name() -> None:
+    """Collector and relay died one after the other: a worker that was back before the routes sent its frames to the
+    old collector, where they waited for a way until the run had ended; what it said later left a silent hole."""
+    for seed in (6, 10, 17, 20):
+        faults = [
+            FaultAt(2200 + 13 * seed, "crash", 0.613, 0.607),
+            FaultAt(3183, "crash", 0.935, 0.478),
+            FaultAt(4000 + 61 * seed, "worker_exit", 0.075, 0.2),
+        ]
+        play(plan(*faults, light=False, stages=2, hwm=50, seed=seed, clients=[]))
+
+
 def test_another_run_takes_the_prompt_rpc_over() -> None:
     """An orchestrator was killed: the next one had to wait for the first one's lease, or failed at its very end."""
     outcome = play(plan(FaultAt(6000, "crash_orchestrator", 0.3, 0.1), light=False, embedded=False, second_run=True))
