@@ -95,6 +95,8 @@ def explain(story: Story) -> Iterator[str]:
     yield f"run {story.number}: {ended}"
     yield f"phase: {shown(phase)}"
     yield f"cause: {shown(cause)}"
+    if advice := story.advice():
+        yield f"what to do: {advice}"
     yield ""
     yield f"last {len(story.stderr)} stderr lines:" if story.stderr else "no stderr line was recorded"
     for entry in story.stderr:
@@ -299,7 +301,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"mvp-archive: cannot read {args.file}: {error.strerror or error}", file=sys.stderr)
+        never = "; a run that ends before its configuration is resolved has none, its line on stderr says why"
+        hint = never if isinstance(error, FileNotFoundError) and args.command in ("why", "runs") else ""
+        print(f"mvp-archive: cannot read {args.file}: {error.strerror or error}{hint}", file=sys.stderr)
         return 1
     if damage.lines:
         print(f"mvp-archive: {damage.lines} lines are no archive records", file=sys.stderr)

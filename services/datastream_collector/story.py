@@ -5,6 +5,7 @@ Used by `mvp-archive FILE why` and by the dashboard, so that both give the same 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from common.limits import STDERR_TAIL_LINES
@@ -13,6 +14,30 @@ from services.datastream_collector.reader import Entry
 
 NOT_FATAL = frozenset({"worker_datastream", "datastream_archive", "datastream_subscribe"})
 """Failed observations of the datastream itself end no run (S1 10.11)."""
+_ADVICE = (
+    (
+        r"SIGKILL|out of memory|status 137|exit code 137",
+        "mostly the kernel kills so, for lack of memory (journalctl -k | grep -i oom): take a smaller [model] "
+        'max_context or model, or more stages; [runtime] on_worker_loss = "restart" goes on after a loss',
+    ),
+    (
+        r"SIGSEGV|SIGILL|SIGBUS|SIGFPE|status 139",
+        "a crash in native code: SMQ_ENGINE_KERNELS=portable works around broken kernels, `mvp-orchestrator doctor` "
+        "tries the device",
+    ),
+    (
+        r"made no progress|not loaded|no word|did not answer|was silent|is not Alive|Dead\b",
+        "the machine, its disk or the network between hung: look at both machines' load and at `mvp-tap --stats`",
+    ),
+    (
+        r"did not start|was not started|not ready within|exited before ready|cannot be run",
+        "`mvp-orchestrator doctor` with the same configuration says what is missing on this machine",
+    ),
+    (
+        r"Address already in use|is in use|cannot listen",
+        "stop what listens there (ss -ltnp), or configure another address",
+    ),
+)
 TIMELINE_MAX = 20_000  # of a run that repeats itself for days
 
 
@@ -64,6 +89,14 @@ class Story:
         if stops:
             return "stopping, without an exit record", "shutdown", f"shutdown by {stops[-1].detail.get('source')}"
         return "no exit record", last, "it still runs, or the orchestrator was killed"
+
+    def advice(self) -> str:
+        """What can be done about a failure, "" where the cause says it itself or nothing is known."""
+        ended, _, cause = self.outcome()
+        if not ended.startswith("failed"):
+            return ""
+        told = " ".join([cause, *(str(entry.body("line").get("line", "")) for entry in self.stderr[-5:])])
+        return next((text for pattern, text in _ADVICE if re.search(pattern, told)), "")
 
 
 def is_fatal(entry: Entry) -> bool:

@@ -270,6 +270,7 @@ class RunView:
             "how": how,
             "phase": phase,
             "cause": shown(cause)[:LINE_CHARS_MAX],
+            "advice": self.story.advice(),
             "began_ms": self.began_ms,
             "last_ms": self.last_ms,
             "facts": self.facts,

@@ -31,7 +31,10 @@ from common.records import (
 from services.datastream_collector import reader
 from services.datastream_collector.archive import FrameArchive
 from services.datastream_collector.frames import CollectedFrame
+from services.datastream_collector.reader import Entry
+from services.datastream_collector.story import Story
 from tools import archive as tool
+from tools.archive import explain
 
 T0 = 1_800_000_000_000
 
@@ -151,6 +154,33 @@ def test_why_names_phase_cause_stderr_and_timeline(path: Path, capsys: pytest.Ca
     assert "config ready" in timeline[0] and timeline[0].strip().startswith("+0.000 s")
     assert "node 2 ProvisionStart process starting" in timeline[1]
     assert sum("stage_provision_send sent" in line and line.endswith("(×12)") for line in timeline) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "way"),
+    [
+        ("node 1 exited while serving prompts: killed by signal 9 (SIGKILL)", "oom"),
+        ("the engine was killed by SIGSEGV", "SMQ_ENGINE_KERNELS=portable"),
+        ("the engine made no progress for 60 s in phase prefill", "hung"),
+        ("node 2 did not start: no such file", "mvp-orchestrator doctor"),
+        ("the metrics cannot listen at 127.0.0.1:80: Address already in use", "ss -ltnp"),
+        ("something new", ""),
+    ],
+)
+def test_a_failure_comes_with_what_can_be_done(error: str, way: str) -> None:
+    story = Story(1)
+    for phase in ("serve_prompts", "orch_exit"):
+        record = {"phase": phase, "status": "failed", "detail": {"error": error}}
+        payload = {"encoding": "utf8", "value": json.dumps(record)}
+        story.add(Entry({"channel": "mvp.orch.bootstrap", "stream": "mvp-orchestrator/1", "payload": payload}))
+    told = list(explain(story))
+    assert told[2] == f"cause: {error}"
+    assert told[3].startswith("what to do: ") == bool(way) and way in told[3]
+
+
+def test_no_archive_says_why_there_may_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([str(tmp_path / "none.jsonl"), "why"]) == 1
+    assert "its line on stderr says why" in capsys.readouterr().err
 
 
 def test_why_takes_the_last_run_by_default(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,8 @@
     if (!run) return;
     $("cause-box").hidden = run.state !== "failed";
     $("cause").textContent = `${run.phase.replaceAll("_", " ")}: ${run.cause}`;
+    $("advice").hidden = !run.advice;
+    $("advice").textContent = run.advice ? `What to do: ${run.advice}` : "";
     const facts = run.facts || {};
     const rows = [
       ["model", facts.model_id], ["provider", facts.provider], ["prompt RPC", facts.addr],
