@@ -157,7 +157,7 @@ def _verdicts(plan: RunPlan, config: OrchestratorSlice, available: int) -> list[
             "each worker's machine must have as much"
         )
     if len(plan.stages) > 1 and fits_here:
-        whole = tokens_per_second(plan, hop_count=2)
+        whole = tokens_per_second(plan, hop_count=0)
         found.append(
             f"one stage is faster where the model fits one machine ({_mib(total)}): about {whole:.0f} tokens/s, "
             "since a token passes the stages one after the other; set pipeline_stages = 1"
