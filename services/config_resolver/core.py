@@ -10,11 +10,15 @@ from common.addresses import Role
 from common.effects import Log
 from common.messages.bus import RouteEntry
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
+from common.messages.service import ServiceFailed
 from common.service_actor import ServiceActor
 
 
 class ConfigResolverActor(ServiceActor):
-    """slices: role → JSON. error: one sentence; with it every request is answered by ConfigFailed (hosted mode)."""
+    """slices: role → JSON. error: one sentence; with it every request is answered by ConfigFailed (hosted mode).
+
+    mid_run: an earlier life has served the orchestrator, which therefore does not ask: it is told the error.
+    """
 
     ROLE = Role.RESOLVER
     SLICE = None
@@ -27,8 +31,10 @@ class ConfigResolverActor(ServiceActor):
         slices: Mapping[str, bytes] | None = None,
         error: str = "",
         notes: tuple[str, ...] = (),
+        mid_run: bool = False,
     ) -> None:
         super().__init__()
+        self._untold = mid_run and bool(error)
         self._digest_served = digest
         self._slices = dict(slices or {})
         self._error = error
@@ -49,6 +55,12 @@ class ConfigResolverActor(ServiceActor):
             self._serve(msg.part, ctx)
         else:
             super().receive(msg, ctx)
+
+    def on_view(self, view: str, ctx: Ctx) -> None:
+        """The orchestrator is there: it would wait for services that never get their slices."""
+        if self._untold and self.orchestrator:
+            self._untold = False
+            ctx.send(self.orchestrator, ServiceFailed(service=self.ROLE, phase="config", error=self._error))
 
     def _serve(self, part: str, ctx: Ctx) -> None:
         """Unanswered while the sender's role is unknown: its route may be on its way, and it asks again."""

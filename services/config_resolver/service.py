@@ -81,10 +81,10 @@ def report(outcome: Outcome) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def actor_for(outcome: Outcome, secrets_dir: Path) -> ConfigResolverActor:
+def actor_for(outcome: Outcome, secrets_dir: Path, *, mid_run: bool = False) -> ConfigResolverActor:
     """The actor that serves the outcome; the secrets are on the disk when this returns."""
     if outcome.config is None:
-        return ConfigResolverActor(error=outcome.error)
+        return ConfigResolverActor(error=outcome.error, mid_run=mid_run)
     try:
         write_secrets(secrets_of(outcome.config), secrets_dir)
     except ConfigError as error:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         if own.report_fd is not None:
             return _embedded(own.report_fd, own.owner_fd, arguments)
         outcome = same_as_before(resolve_process(arguments), own.expect_digest)
-        return _serve(outcome, own.bus.absolute(), own.owner_fd)
+        return _serve(outcome, own.bus.absolute(), own.owner_fd, mid_run=bool(own.expect_digest))
     except Information as text:
         sys.stdout.write(str(text))
         return 0
@@ -155,7 +155,7 @@ def read_line(fd: int) -> str:
     return os.fsdecode(bytes(line))
 
 
-def _serve(outcome: Outcome, bus: Path, owner_fd: int | None) -> int:
+def _serve(outcome: Outcome, bus: Path, owner_fd: int | None, *, mid_run: bool = False) -> int:
     # Imported only now: the launcher waits for the report, and a wrong configuration needs no bus.
     from common.addresses import Role
     from common.host import Host
@@ -169,5 +169,5 @@ def _serve(outcome: Outcome, bus: Path, owner_fd: int | None) -> int:
         sys.stderr.write(f"{Role.RESOLVER}: {error}\n")
         return 1
     host.redactor = Redactor(outcome.secrets)
-    host.spawn(actor_for(outcome, host.bus_file.secrets_dir), name=Role.RESOLVER)
+    host.spawn(actor_for(outcome, host.bus_file.secrets_dir, mid_run=mid_run), name=Role.RESOLVER)
     return host.run()

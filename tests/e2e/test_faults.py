@@ -297,3 +297,15 @@ def test_the_orchestrator_killed() -> None:
             assert again.process is not None
             os.kill(again.process.pid, signal.SIGTERM)
             again.assert_failed()
+
+
+@pytest.mark.spec("S1 9.1", "S1 10.2")
+def test_a_configuration_that_was_changed_before_its_slices_were_served() -> None:
+    """Two halves of a run must not work with two configurations: it ends at once, and says why."""
+    with Stack() as stack:
+        while not any(process.part == "router" for process in stack.left()):
+            time.sleep(0.005)
+        stack.config_file.write_text(stack.config_file.read_text().replace('id = "smollm2"', 'id = "other"'))
+        stack.kill("config_resolver")
+        error = stack.assert_failed(20)
+        assert "the configuration was changed while the run was starting" in error

@@ -6,10 +6,10 @@ import pytest
 
 from common.addresses import Role
 from common.config_slices import MembershipSlice, encode_slice
-from common.effects import Exit, Log, OwnerGone, StopSignal
+from common.effects import Exit, Log, OwnerGone, StopSignal, ViewChanged
 from common.messages.bus import RouteEntry, Snapshot
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
-from common.messages.service import ServiceReady
+from common.messages.service import ServiceFailed, ServiceReady
 from services.config_resolver.core import ConfigResolverActor
 from tests.support.harness import Harness
 
@@ -86,6 +86,18 @@ def test_a_wrong_configuration_is_served_as_such() -> None:
     assert h.sent() == [(ASKER, ConfigFailed(error="argument --x is unknown"))]
     h.tell(ConfigGet(part=Role.GATEWAY), src=ASKER, src_node=MEMBERSHIP)
     assert h.sent() == []
+
+
+@pytest.mark.spec("S1 9.1")
+@pytest.mark.parametrize("mid_run", [True, False])
+def test_the_orchestrator_of_a_run_that_has_begun_is_told(mid_run: bool) -> None:
+    """It has its slice and does not ask; others would wait for theirs in vain."""
+    h = harness(ConfigResolverActor(error="changed", mid_run=mid_run))
+    h.views.routes.apply(routes((b"o" * 32, Role.ORCHESTRATOR)))
+    h.tell(ViewChanged("routes"))
+    h.tell(ViewChanged("routes"))
+    told = [message for _, message in h.sent() if isinstance(message, ServiceFailed)]
+    assert told == ([ServiceFailed(service=Role.RESOLVER, phase="config", error="changed")] if mid_run else [])
 
 
 def test_notes_are_said_once() -> None:
