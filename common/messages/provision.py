@@ -142,3 +142,13 @@ class NodeStopped(Message, frozen=True, kw_only=True, tag=71):
     FROM: ClassVar[frozenset[Role]] = _PROVISIONER
     node_id: U64
     error: str = ""
+
+
+class WorkerAwaited(Message, frozen=True, kw_only=True, tag=72):
+    """Provisioner → orchestrator, provider external: the launch file is written and somebody has to start the worker
+    with it. The user is told where the file is. Not repeated: NodeStarted follows when the worker comes."""
+
+    FROM: ClassVar[frozenset[Role]] = _PROVISIONER
+    node_id: U64
+    stage_index: U32
+    launch: str

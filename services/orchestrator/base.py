@@ -67,6 +67,13 @@ class RunOver(Effect):
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class Console(Effect):
+    """A line for the user's terminal: something that only he can do, or that he waits for."""
+
+    text: str
+
+
 @dataclass(slots=True)
 class Worker:
     """One expected worker and what is known of it."""

@@ -25,6 +25,7 @@ from common.messages.provision import (
     NodeStopped,
     ProviderPrepared,
     ProviderPrepareFailed,
+    WorkerAwaited,
 )
 from common.messages.report import (
     Command,
@@ -107,6 +108,7 @@ class RunActor(RestartingRun):
         ProviderPrepared,
         ProviderPrepareFailed,
         NodeStarted,
+        WorkerAwaited,
         NodeFailed,
         NodeExited,
         NodeStopped,
@@ -223,6 +225,8 @@ class RunActor(RestartingRun):
                 self.provider_failed(msg.error, ctx)
             case NodeStarted():
                 self.node_started(msg, ctx)
+            case WorkerAwaited():
+                self.worker_awaited(msg, ctx)
             case NodeFailed():
                 self.node_failed(msg, ctx)
             case NodeExited():

@@ -165,7 +165,7 @@ class Launch:
         self._children.give_resolver_bus(self._files[Role.RESOLVER])
         results: list[RunOver] = []
         host = self._host = Host.from_bus_file(self._files[Role.ORCHESTRATOR])
-        self._run = build(host, results.append)
+        self._run = build(host, results.append, self._capture.write_original if self._capture else say)
         listen_on_stdin(host, self._run)
         self._start_extras(host, extras)
         for child in list(self._children.running.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -13,7 +14,7 @@ from common.effects import Exit
 from common.host import Host
 from common.limits import STDIN_LINE_BYTES_MAX
 from common.security import SecurityError
-from services.orchestrator.base import RunOver
+from services.orchestrator.base import Console, RunOver
 from services.orchestrator.core import RunActor, StopLine
 from services.orchestrator.planner_facts import PLAN_JOB, make_plan
 
@@ -71,8 +72,16 @@ def listen_on_stdin(host: Host, address: bytes, fd: int = 0) -> None:
         listener.end()
 
 
-def build(host: Host, on_result: Callable[[RunOver], None]) -> bytes:
-    """Spawn the run; on_result gets its result once. Returns the address of the run's main actor."""
+def to_stderr(text: str) -> None:
+    """A line for the user where nothing is captured."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def build(host: Host, on_result: Callable[[RunOver], None], console: Callable[[str], None] = to_stderr) -> bytes:
+    """Spawn the run; on_result gets its result once, console what the user has to know meanwhile. Returns the address
+    of the run's main actor."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     host.node.run = nonce
     host.jobs[PLAN_JOB] = make_plan
@@ -83,6 +92,7 @@ def build(host: Host, on_result: Callable[[RunOver], None]) -> bytes:
         host.node.system.effects.append((address, Exit(effect.status)))
 
     host.on_effect(RunOver, over)
+    host.on_effect(Console, lambda _, effect: console(f"mvp-orchestrator: {effect.text}\n"))
     return run
 
 

@@ -16,9 +16,10 @@ from common.messages.provision import (
     PrepareProvider,
     ProviderMount,
     StartNode,
+    WorkerAwaited,
 )
 from services.orchestrator.actor import ExpectNode, OrchestratorActor, ReportInbox
-from services.orchestrator.base import SERVICES_OF_A_RUN, Phase, Worker
+from services.orchestrator.base import SERVICES_OF_A_RUN, Console, Phase, Worker
 from services.orchestrator.readiness import Readiness
 
 
@@ -162,6 +163,16 @@ class StartUp(Readiness):
         self.progress(ctx)
         if all(worker.node_key for worker in self.workers.values()):
             self.await_readiness(ctx)
+
+    def worker_awaited(self, msg: WorkerAwaited, ctx: Ctx) -> None:
+        """Provider external: only the user can go on, so he is told where the launch file is."""
+        self.record(ctx, "provider_start", "observed", {"awaited": True, "launch": msg.launch}, msg.node_id)
+        ctx.effect(
+            Console(
+                f"node {msg.node_id} waits for its worker: copy {msg.launch} to its machine (mode 0600) and run "
+                "`mvp-worker-node --launch launch.json` there"
+            )
+        )
 
     def node_failed(self, msg: NodeFailed, ctx: Ctx) -> None:
         """S1 10.6: the workers that were started before it are stopped by the shutdown sequence."""

@@ -29,6 +29,7 @@ from common.messages.provision import (
     ProviderPrepareFailed,
     StartNode,
     StopNodes,
+    WorkerAwaited,
 )
 from common.messages.service import RunEnded
 from common.records import EventKind
@@ -345,6 +346,10 @@ class ProvisionerActor(ServiceActor):
             return
         if not self._awaited(node, ctx):
             self._say_started(node, ctx)
+        elif self._external and node.minted is not None:
+            spec = node.spec
+            awaited = WorkerAwaited(node_id=spec.node_id, stage_index=spec.stage_index, launch=node.minted.launch)
+            ctx.send(self._run.owner, awaited)
         self._pump_stop(ctx)
 
     # --- workers that somebody else starts --------------------------------------------------------------------

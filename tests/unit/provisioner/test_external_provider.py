@@ -20,6 +20,7 @@ from common.messages.provision import (
     PrepareProvider,
     ProviderPrepared,
     StopNodes,
+    WorkerAwaited,
 )
 from services.provisioner.external_provider import ABSENT_MS, GOODBYE_MS, ExternalProvider
 from services.provisioner.plugin import LeftBehind, PluginNodeHandle, ProviderLine
@@ -75,7 +76,8 @@ STARTED = NodeStarted(node_id=1, stage_index=0, handle="h1", node_key=KEY)
 def test_the_worker_counts_as_started_when_it_has_come() -> None:
     play = External()
     play.waiting()
-    assert play.sent() == []
+    # The user is told where the launch file is.
+    assert play.sent() == [WorkerAwaited(node_id=1, stage_index=0, launch="nodes/1/launch.json")]
     play.order(start_node(1))
     assert play.sent() == []
     play.worker(True)
