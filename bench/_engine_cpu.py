@@ -6,6 +6,8 @@ import argparse
 import mmap
 import os
 import statistics
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from bench.engine import (
     _starts,
 )
 from common.gguf import GgufFile
-from worker.engine.cpu_cache import _address, pack
+from worker.engine.cpu_cache import Arena, _address, pack
 from worker.engine.cpu_model import CpuPart
 from worker.engine.cpu_native import Kernels, load_kernels
 from worker.engine.cpu_objects import find_object, instruction_sets
@@ -35,6 +37,8 @@ from worker.engine.engine import Engine
 from worker.engine.parts import whole
 
 CONTEXT = 2304
+ROUNDS_BUDGET_S = 220  # no further round begins after it: the whole bench is to end within eight minutes
+WIDE_BYTES = 256 << 20  # of the bandwidth measurement: several times the largest cache, in the same pages as weights
 
 
 def load(path: Path, kernels: Kernels, threads: int, slots: int = 1, context: int = CONTEXT) -> CpuPart:
@@ -50,15 +54,29 @@ def _pair(series: Series, key: str, ours: float, theirs: float | None) -> None:
         series.add(key, ours / theirs)
 
 
-def _main_round(series: Series, part: CpuPart, kernels: Kernels, path: Path, peer: Peer | None) -> None:
+def _bytes_per_token(part: CpuPart, position: int) -> int:
+    """What a decode step reads at a position: the weights (of the embedding only a row), keys and values."""
+    return part.weights_bytes + part.kv_bytes * position // (part.slots * part.max_context)
+
+
+def _fill(part: CpuPart) -> None:
+    """Real keys and values at all positions: memory that was never written is one shared page of zeros."""
+    for at in range(0, part.max_context, part.chunk):
+        part.logits([100 + at % 1000 + i for i in range(part.chunk)], at)
+
+
+def _main_round(
+    series: Series, part: CpuPart, kernels: Kernels, path: Path, peer: Peer | None, wide_memory: Arena
+) -> None:
     for threads in range(1, min(2, len(os.sched_getaffinity(0))) + 1):
         tail, cores = f"t{threads}", _cores(threads)
         part.use_threads(threads)
         with _Pinned(threads):
             speed = series.add(f"decode_tps_{tail}", _decode(part, 128))
-            wide = _bandwidth(kernels, part._arena.address, part.weights_bytes, threads)
-            series.add(f"read_bytes_per_s_{tail}", wide)
-            series.add(f"decode_vs_bandwidth_{tail}", speed * part.weights_bytes / wide)
+            wide = series.add(
+                f"read_bytes_per_s_{tail}", _bandwidth(kernels, wide_memory.address, wide_memory.nbytes, threads)
+            )
+            series.add(f"decode_vs_bandwidth_{tail}", speed * _bytes_per_token(part, 128 + DECODED // 2) / wide)
             prefill = {n: series.add(f"prefill{n}_tps_{tail}", _prefill(part, n)) for n in (128, 512)}
         if peer is not None:
             _pair(series, f"decode_vs_peer_{tail}", speed, peer.measure(path, threads, cores, generate=DECODED))
@@ -74,6 +92,11 @@ def _other_format(series: Series, part: CpuPart, path: Path, peer: Peer, decode:
         cores = _cores(threads)
         _pair(series, decode.format(threads), speed, peer.measure(path, threads, cores, generate=DECODED))
         _pair(series, prefill.format(threads), first, peer.measure(path, threads, cores, prompt=128))
+
+
+def _long_context(part: CpuPart) -> float:
+    """Decode far in the context over decode near its start."""
+    return _decode(part, 2048, 24) / _decode(part, 128, 24)
 
 
 def _batch(part: CpuPart) -> float:
@@ -124,17 +147,28 @@ def on_cpu(arguments: argparse.Namespace) -> dict[str, object]:
     q4_0_path = peer.as_q4_0(path, path.parent) if peer else None
     q4_0 = load(q4_0_path, kernels, threads) if q4_0_path else None
     gemma = load(arguments.gemma, kernels, 1) if arguments.gemma else None
+    wide_memory = Arena.anonymous(WIDE_BYTES, "empty")
+    np.frombuffer(wide_memory.bytes(), np.uint8)[:] = 1
+    for loaded in filter(None, (part, batched, gemma)):
+        _fill(loaded)
     avx2 = None
     if "avx2" in instruction_sets():
         avx2 = load(path, Kernels("avx2", *find_object("avx2")), 1)
-    for _ in range(arguments.rounds):
-        _main_round(series, part, kernels, path, peer)
+    begin = time.monotonic()
+    for done in range(arguments.rounds):
+        if done and time.monotonic() - begin > ROUNDS_BUDGET_S * done / (done + 1):
+            print(f"bench: {done} rounds instead of {arguments.rounds}: this machine is slow or busy", file=sys.stderr)
+            arguments.rounds = done
+            break
+        _main_round(series, part, kernels, path, peer, wide_memory)
         part.use_threads(1)
         with _Pinned(1):
-            series.add("decode_2048_over_128", _decode(part, 2048, 24) / _decode(part, 128, 24))
-        batched.use_threads(1)
+            series.add("decode_2048_over_128", _long_context(part))
+        for count in range(1, min(2, threads) + 1):
+            batched.use_threads(count)
+            with _Pinned(count):
+                series.add("batch8_ratio" if count == 1 else f"batch8_ratio_t{count}", _batch(batched))
         with _Pinned(1):
-            series.add("batch8_ratio", _batch(batched))
             if avx2 is not None:
                 speed = series.add("avx2_decode_tps_t1", _decode(avx2, 128))
         if peer and avx2 is not None:
@@ -144,15 +178,17 @@ def on_cpu(arguments: argparse.Namespace) -> dict[str, object]:
             _other_format(series, q4_0, q4_0_path, peer, *names, min(2, threads))
         if gemma is not None:
             with _Pinned(1):
-                series.add("gemma_decode_tps_t1", _decode(gemma, 128))
+                series.add("gemma_decode_2048_over_128", _long_context(gemma))
             if peer:
                 names = ("gemma_decode_vs_peer_t{}", "gemma_prefill128_vs_peer_t{}")
                 _other_format(series, gemma, arguments.gemma, peer, *names, 1)
+    # What the bytes that must be read allow; a model with small layers and several key-value heads reads many.
+    figures["decode_2048_over_128_bound"] = _bytes_per_token(part, 128) / _bytes_per_token(part, 2048)
     figures["bit_identical"] = _bit_identical(part)
+    del wide_memory
     figures["repack_bytes_per_s"] = _repack(path, kernels, threads)
-    for loaded in (part, batched, q4_0, gemma, avx2):
-        if loaded is not None:
-            loaded.close()
+    for loaded in filter(None, (part, batched, q4_0, gemma, avx2)):
+        loaded.close()
     if not arguments.quick:
         figures |= _slow_figures(arguments, path, peer)
     figures |= {**_open_times(path), **_starts(path, arguments.rounds), **series.figures()}

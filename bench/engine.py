@@ -22,6 +22,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / ".model-cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROUNDS = 5
+STARTS = 3  # measurements of a process start
 DECODED = 48  # tokens of a decode measurement
 NO_PEER = "no --peer given"
 FIRST_TOKEN = """
@@ -116,12 +117,12 @@ def _prefill(model: object, count: int) -> float:
 
 
 def _bandwidth(kernels: object, address: int, nbytes: int, threads: int) -> float:
-    """Bytes a second that `threads` read from the weights' own memory, the best of three passes."""
+    """Bytes a second that `threads` read from memory, the best of some passes with and without asking ahead."""
     best = 0.0
     share = nbytes // threads // 4096 * 4096
-    for _ in range(3):
+    for ahead in (0, 2048, 0, 2048):
         workers = [
-            threading.Thread(target=kernels.read_through, args=(address + i * share, share))  # type: ignore[attr-defined]
+            threading.Thread(target=kernels.read_through, args=(address + i * share, share, ahead))  # type: ignore[attr-defined]
             for i in range(threads)
         ]
 
@@ -159,7 +160,7 @@ def _starts(path: Path, rounds: int) -> dict[str, object]:
     env = dict(os.environ)
     _first_token(path, env)
     sizes = [0, 0, 0]
-    for _ in range(rounds):
+    for _ in range(min(rounds, STARTS)):
         elapsed, sizes = _first_token(path, env)
         series.add("first_token_warm_s", elapsed)
         with tempfile.TemporaryDirectory() as empty:
