@@ -108,6 +108,18 @@ def _prepare_environment() -> list[str]:
 _command = _prepare_environment()
 
 from tinygrad import Device, Tensor, TinyJit, Variable, device, dtypes  # noqa: E402
+from tinygrad.runtime.support.c import DLL  # noqa: E402
+
+_find_library = DLL.findlib
+
+
+def _find_library_but_llvm(name: str, *places: Any) -> Any:
+    """tinygrad loads libLLVM wherever it lies, 41 MB of resident memory for a renderer that is not in use."""
+    return None if name == "llvm" and "LLVM" not in os.environ["DEV"] else _find_library(name, *places)
+
+
+DLL.findlib = staticmethod(_find_library_but_llvm)
+
 from tinygrad.runtime.support import compiler_cpu  # noqa: E402
 from tinygrad.runtime.support.elf import jit_loader  # noqa: E402
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
