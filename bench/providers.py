@@ -1,4 +1,5 @@
-"""What a container costs: time to runtime-ready over a process worker's, and a two-stage pipeline's tokens a second.
+"""What a container costs: time to runtime-ready over a process worker's, and a two-stage pipeline's tokens a second;
+and how fast agents behind a NAT join.
 
 Whole runs of mvp-orchestrator on a Docker engine of our own (root, dockerd), workers through the relay's TCP door.
 """
@@ -18,11 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.docker import nat
 from tests.docker.engine import ROOT, WORKER_IMAGE, TestEngine, why_not
+from tests.docker.joins import campaign
 from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
 ROUNDS = 3
+JOINS, JOINS_AT_ONCE, RESTART_EVERY = 100, 10, 3
 READY_S = 180.0
 PROMPT, TOKENS = "Write a very long story about a lighthouse keeper and the sea.", 64
 CONFIG = """\
@@ -98,13 +102,29 @@ def one_run(engine: TestEngine, provider: str, stages: int) -> tuple[float, floa
     return ready_s, rate
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Medians of the rounds."""
+def relay() -> dict[str, object]:
+    """Agents behind a NAT with random ports: how many joined, and the slowest, through restarts of the relay."""
+    if why := nat.why_not():
+        return dict.fromkeys(("relay_joins_ok", "relay_join_max_s")) | {
+            "relay_joins_ok_why": why,
+            "relay_join_max_s_why": why,
+        }
+    took, failed, restarts = campaign(JOINS, JOINS_AT_ONCE, RESTART_EVERY)
+    slow = max(took, default=None)
+    return {
+        "relay_joins_ok": len(took),
+        "relay_joins_failed": failed,
+        "relay_join_max_s": None if slow is None else round(slow, 2),
+        "relay_join_median_s": round(statistics.median(took), 2) if took else None,
+        "relay_restarts": restarts,
+    }
+
+
+def containers(rounds: int) -> dict[str, object]:
+    """One and two workers in containers against the same as processes, alternating."""
     if why := why_not():
-        return {
-            "docker_ready_extra_s": None,
+        return dict.fromkeys(("docker_ready_extra_s", "docker_share_2_stages")) | {
             "docker_ready_extra_s_why": why,
-            "docker_share_2_stages": None,
             "docker_share_2_stages_why": why,
         }
     folder = Path(tempfile.mkdtemp(prefix="smq-docker-", dir="/tmp"))
@@ -114,27 +134,34 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         engine.start()
         engine.build_base()
         engine.build("compose/Dockerfile.worker", WORKER_IMAGE)
-        for number in range(arguments.rounds):
+        for number in range(rounds):
             for provider in ("process", "docker"):
                 ready_s, _ = one_run(engine, provider, 1)
                 found.setdefault(f"{provider}_ready_s", []).append(ready_s)
                 _, rate = one_run(engine, provider, 2)
                 found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(rate)
-            print(
-                f"round {number + 1}: { ({key: round(values[-1], 2) for key, values in found.items()}) }",
-                file=sys.stderr,
-            )
+            newest = {key: round(values[-1], 2) for key, values in found.items()}
+            print(f"round {number + 1}: {newest}", file=sys.stderr)
         leaked = len(engine.containers())
     finally:
         engine.close()
         shutil.rmtree(folder, ignore_errors=True)
-    medians = {key: round(statistics.median(values), 3) for key, values in found.items()}
-    share = medians["docker_2_stages_tokens_per_s"] / medians["process_2_stages_tokens_per_s"]
+    pairs = zip(found["docker_2_stages_tokens_per_s"], found["process_2_stages_tokens_per_s"], strict=True)
+    shares = [docker / process for docker, process in pairs]
+    pairs = zip(found["docker_ready_s"], found["process_ready_s"], strict=True)
+    extras = [docker - process for docker, process in pairs]
     return {
-        "docker_ready_extra_s": round(medians["docker_ready_s"] - medians["process_ready_s"], 2),
-        "docker_share_2_stages": round(share, 3),
+        "docker_ready_extra_s": round(statistics.median(extras), 2),
+        "docker_ready_extra_s_min": round(min(extras), 2),
+        "docker_ready_extra_s_max": round(max(extras), 2),
+        "docker_share_2_stages": round(statistics.median(shares), 3),
+        "docker_share_2_stages_min": round(min(shares), 3),
+        "docker_share_2_stages_max": round(max(shares), 3),
         "leaked": leaked,
-        **medians,
-        "rounds": arguments.rounds,
-        "cpus": os.cpu_count(),
+        **{key: round(statistics.median(values), 3) for key, values in found.items()},
     }
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """The relay's joins once, the containers in rounds."""
+    return {**relay(), **containers(arguments.rounds), "rounds": arguments.rounds, "cpus": os.cpu_count()}

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from common.limits import LEASE_TTL_MS
 from tests.docker.engine import ROOT, TestEngine
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Stack, assert_right
 from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
@@ -184,3 +186,34 @@ def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: 
     assert len(engine.containers()) == 1, "another orchestrator's worker was touched"
     assert other.stop() == 0
     assert engine.containers() == []
+
+
+@pytest.mark.spec("S1 2.6", "S1 4.5", "S1 7.2")
+def test_a_pipeline_of_two_containers_over_the_relay_says_what_one_worker_says(start: Any, engine: TestEngine) -> None:
+    with Stack() as one:
+        one.assert_answers()
+    run = start(more='[pipeline]\nedges = "relay"\n', args=("--pipeline-stages", "2"))
+    with contextlib.closing(PromptClient.connect(run.ready(), wait_s=5)) as client:
+        assert_right(client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text)
+    assert len(engine.containers()) == 2
+    assert run.stop() == 0, run.error()
+    assert engine.containers() == []
+
+
+@pytest.mark.spec("S1 9.16", "S1 10.13")
+def test_a_worker_whose_lease_is_lost_stops_itself(start: Any, engine: TestEngine) -> None:
+    """Dead-man's switch: orchestrator, provisioner and all the rest are killed, and nobody starts anything again."""
+    run = start()
+    run.ready()
+    (container,) = engine.containers()
+    for pid in [run.process.pid, *run.pids()]:
+        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    began = time.monotonic()
+    while engine.client().inspect_container(container["Id"])["State"]["Running"]:
+        assert time.monotonic() - began < LEASE_TTL_MS / 1000 + 30, "it runs on without an orchestrator"
+        time.sleep(0.5)
+    state = engine.client().inspect_container(container["Id"])["State"]
+    said = engine.client().logs(container["Id"]).decode()
+    assert state["ExitCode"] == 1 and not state["OOMKilled"], state
+    assert "no lease from the orchestrator any more, the worker stops itself" in said, said
