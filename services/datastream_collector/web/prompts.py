@@ -96,6 +96,9 @@ class Prompts:
 def new_tokens(detail: dict[str, Any]) -> int:
     """How many tokens a prompt event brought."""
     tokens = detail.get("tokens")
+    if isinstance(detail.get("generated_index"), int):
+        # Pipeline mode: one record a token, and one for the end of the sequence.
+        return int(detail.get("eos") is False)
     return tokens if detail.get("event") in ("text_delta", "token") and isinstance(tokens, int) and tokens > 0 else 0
 
 

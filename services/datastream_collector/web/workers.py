@@ -7,6 +7,8 @@ from typing import Any
 from services.datastream_collector.reader import Entry, shown
 
 WORKERS_MAX = 256
+NOT_OF_A_WORKER = frozenset({"config", "run_command", "run_lifecycle"})
+"""They name a stage, but the orchestrator speaks of itself."""
 EDGE_CHANNEL = "mvp.node.edge"
 """A worker's record of an edge: NodeEvent with detail {edge_id, records, bytes, latency_ms?, held_ms?}."""
 
@@ -62,7 +64,9 @@ class Workers:
                     held["state"] = "ready"
                 held.pop("progress", None)
             return True
-        if "stage_index" not in detail and phase not in ("runtime_ready_ack", "provider_stop", "node_swim"):
+        if str(phase) in NOT_OF_A_WORKER or (
+            "stage_index" not in detail and phase not in ("runtime_ready_ack", "provider_stop", "node_swim")
+        ):
             return False
         # A failure is recorded by the orchestrator as its own; the worker that it is about stands in the detail.
         row = self._row(detail.get("node_id", content.get("node_id")))

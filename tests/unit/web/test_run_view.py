@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.records import CHANNEL_BOOTSTRAP, CHANNEL_EVENTS, CHANNEL_PROMPT, CHANNEL_SWIM, log_channel
+from common.records import (
+    CHANNEL_BOOTSTRAP,
+    CHANNEL_EVENTS,
+    CHANNEL_PROMPT,
+    CHANNEL_SWIM,
+    log_channel,
+    prompt_record,
+)
 from services.datastream_collector.reader import Damage, Entry, parse, read
 from services.datastream_collector.web.metrics import Metrics
+from services.datastream_collector.web.prompts import Prompts
 from services.datastream_collector.web.run_view import LOG_LINES_MAX, SECTIONS, LogTail, RunView
 from services.datastream_collector.web.store import RUNS_MAX, Store
 from tests.browser.world import HOSTILE, Writer, good_and_bad
@@ -99,6 +107,28 @@ def test_a_service_restart_is_a_fault_with_its_cause(tmp_path: Path) -> None:
     writer.phase("service_restart", "observed", service="router", how="was killed by SIGKILL")
     (fault,) = views(tmp_path / "a.jsonl")[1].section("faults")
     assert fault["cause"] == "router was killed by SIGKILL; it was restarted"
+
+
+def test_the_orchestrator_is_no_worker(tmp_path: Path) -> None:
+    """Its own records may name a stage: its configuration's, or that of a command."""
+    writer = Writer(tmp_path / "a.jsonl")
+    writer.start(1)
+    writer.phase("config", "ready", node_id=1, stage_index=0, provider="process")
+    writer.phase("run_command", "observed", command="StopRun", stage_index=1)
+    assert [row["node_id"] for row in views(tmp_path / "a.jsonl")[1].section("workers")] == [2, 3]
+
+
+def test_prompts_of_a_pipeline_have_a_first_token_and_a_rate(tmp_path: Path) -> None:
+    prompts = Prompts()
+    steps = [
+        ("prompt_work", {}),
+        *(("pipeline_token_out", {"generated_index": at, "eos": at == 4}) for at in range(1, 5)),
+    ]
+    for at, (phase, detail) in enumerate(steps):
+        record = prompt_record(phase, "observed", 1, 1, 1, {"prompt_id": 1, "unix_ms": 1000 + 100 * at, **detail})
+        prompts.add(Entry({"channel": "mvp.orch.prompt", "payload": {"value": record.decode()}}, run=1))
+    (row,) = prompts.rows()["rows"]
+    assert (row["tokens"], row["first_ms"], row["rate"]) == (3, 1100, 10.0), "the end of the sequence is no token"
 
 
 def test_edges_have_rates(tmp_path: Path) -> None:

@@ -190,9 +190,11 @@
   function showMembers() {
     const moves = ((data.members || {}).transitions || []).map((move) => ({ ms: move.ms, parts: [
       make("b", { text: move.logical_id || move.peer }), `${move.from} → `, pill(move.to), ` ${move.reason || ""}`] }));
+    const kinds = { node_actor: "route", datastream_publisher: "stream's route" };
     const checks = (data.routes || []).map((route) => ({ ms: route.ms, parts: [
       make("b", { text: `node ${route.node_id}` }),
-      route.route_matches_ready ? "route goes to the worker" : `no route (check ${number(route.attempt)}, member ${route.member_state})`] }));
+      route.to ? `${kinds[route.kind] || "route"} ${route.from} → ${route.to}: ${route.reason}`
+        : route.route_matches_ready ? "route goes to the worker" : `no route (check ${number(route.attempt)}, member ${route.member_state})`] }));
     const rows = moves.concat(checks).sort((a, b) => b.ms - a.ms);
     put($("members"), ...(rows.length ? rows.map((row) => make("li", {}, time(row.ms), ...row.parts)) : [none("nothing yet")]));
   }
