@@ -446,16 +446,7 @@ class ProvisionerActor(ServiceActor):
             now.exit_after = now.exit_after or wanted.exit_after
             current = self._run.guard.current()
             if hurry and current is not None:
-                args = {"handle": current[1], "fast": True}
-                ctx.effect(
-                    RunJob(
-                        "hurry",
-                        f"{self._run.epoch}/{current[0]}",
-                        args,
-                        limit_ms=provider_stop_ms(self.config.provider),
-                        pool="stop",
-                    )
-                )
+                self._stop_job("hurry", *current, fast=True, ctx=ctx)
         for node in list(self._run.nodes.values()):
             if node.state is NodeState.ADMITTING:
                 self._fail(node, "stopped before it was started", ctx)
@@ -474,17 +465,12 @@ class ProvisionerActor(ServiceActor):
         if following is None:
             self._stopped_all(stopping, ctx)
             return
-        node_id, handle = following
-        args = {"handle": handle, "fast": stopping.fast}
-        ctx.effect(
-            RunJob(
-                "stop_node",
-                f"{run.epoch}/{node_id}",
-                args,
-                limit_ms=provider_stop_ms(self.config.provider),
-                pool="stop",
-            )
-        )
+        self._stop_job("stop_node", *following, fast=stopping.fast, ctx=ctx)
+
+    def _stop_job(self, kind: str, node_id: int, handle: PluginNodeHandle, *, fast: bool, ctx: Ctx) -> None:
+        args = {"handle": handle, "fast": fast}
+        limit_ms = provider_stop_ms(self.config.provider)
+        ctx.effect(RunJob(kind, f"{self._run.epoch}/{node_id}", args, limit_ms=limit_ms, pool="stop"))
 
     def _node_stopped(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
         run, spec = self._run, node.spec
