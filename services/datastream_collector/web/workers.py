@@ -68,6 +68,8 @@ class Workers:
             "stage_index" not in detail and phase not in ("runtime_ready_ack", "provider_stop", "node_swim")
         ):
             return False
+        if phase == "provider_stop" and "stage_index" not in detail:
+            return self._stopped(detail.get("stopped"))
         # A failure is recorded by the orchestrator as its own; the worker that it is about stands in the detail.
         row = self._row(detail.get("node_id", content.get("node_id")))
         if row is None:
@@ -90,6 +92,13 @@ class Workers:
         elif status == "failed":
             row["state"], row["error"] = "failed", shown(str(detail.get("error", "")))
         return True
+
+    def _stopped(self, node_ids: Any) -> bool:
+        """The provider is done: which of the workers it stopped."""
+        found = [row for row in self._rows.values() if isinstance(node_ids, list) and row["node_id"] in node_ids]
+        for row in found:
+            row["state"] = row["state"] if row["state"] == "failed" else "stopped"
+        return bool(found)
 
     def _plan(self, detail: dict[str, Any]) -> None:
         stages = detail.get("stages")

@@ -115,6 +115,9 @@ def test_the_orchestrator_is_no_worker(tmp_path: Path) -> None:
     writer.start(1)
     writer.phase("config", "ready", node_id=1, stage_index=0, provider="process")
     writer.phase("run_command", "observed", command="StopRun", stage_index=1)
+    writer.phase("provider_stop", "ready", provider="process", stopped=[2])
+    rows = views(tmp_path / "a.jsonl")[1].section("workers")
+    assert rows[0]["state"] == "stopped" != rows[1]["state"]
     assert [row["node_id"] for row in views(tmp_path / "a.jsonl")[1].section("workers")] == [2, 3]
 
 
