@@ -19,8 +19,6 @@ from common.messages.provision import (
     BootstrapCompleted,
     CompleteBootstrap,
     NodeExited,
-    NodeFailed,
-    NodeProvisionSpec,
     NodesStopped,
     NodeStarted,
     NodeStopped,
@@ -39,6 +37,7 @@ from services.provisioner.conversion import Record, event, record_of
 from services.provisioner.external_provider import GOODBYE_MS, GOODBYE_TIMER, PRESENCE_TIMER, Presence
 from services.provisioner.external_provider import NAME as EXTERNAL
 from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
+from services.provisioner.replacing import Replacing, failed
 from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
 
 PREPARE_LIMIT_MS = 110_000  # stopping leftovers of an earlier run may take a while
@@ -58,7 +57,7 @@ _OWNER_FAST = "owner:fast"
 _OWNER_EXIT = "owner:exit"
 
 
-class ProvisionerActor(ServiceActor):
+class ProvisionerActor(Replacing):
     """Main actor of the provisioner, spawned with name="provisioner"."""
 
     ROLE = Role.PROVISIONER
@@ -225,7 +224,7 @@ class ProvisionerActor(ServiceActor):
             run.nonce = msg.run
             self._begin(WorkerNode(spec, msg.orchestrator, ctx.sender_node), ctx)
             return
-        ctx.reply(_failed(spec, refusal))
+        ctx.reply(failed(spec, refusal))
 
     def _begin(self, node: WorkerNode, ctx: Ctx) -> None:
         run, spec = self._run, node.spec
@@ -239,45 +238,6 @@ class ProvisionerActor(ServiceActor):
         }
         ctx.effect(RunJob("mint", self._key(node), args, pool="start"))
 
-    # --- another attempt ([runtime] on_worker_loss = "restart") ------------------------------------------------
-    def _replace(self, node: WorkerNode, successor: WorkerNode, ctx: Ctx) -> None:
-        """First the old worker goes, whatever state it is in: there are never two of a stage."""
-        node.successor = successor
-        match node.state:
-            case NodeState.LIVE if node.handle is not None:
-                if node.minted is not None:
-                    self._admissions.revoke(node.minted.public_key, ctx)
-                args = {"handle": node.handle, "fast": True}
-                limit_ms = provider_stop_ms(self.config.provider)
-                ctx.effect(RunJob("replace_node", self._key(node), args, limit_ms=limit_ms, pool="stop"))
-            case NodeState.ADMITTING:
-                self._fail(node, "another attempt takes its place", ctx)
-            case NodeState.FAILED | NodeState.STOPPED:
-                self._begin(successor, ctx)
-            case _:
-                pass  # its start is under way and only its end can be waited for
-
-    def _replaced(self, node: WorkerNode, done: JobDone, ctx: Ctx) -> None:
-        spec, successor = node.spec, node.successor
-        if successor is None or node.state is not NodeState.LIVE:
-            return
-        if done.error:
-            # It stays the guard's, which tries once more at the end of the run.
-            node.successor = None
-            ctx.effect(Log("error", f"node {spec.node_id} is not stopped: {done.error}"))
-            error = f"the worker that it replaces could not be stopped: {done.error}"
-            ctx.send(self._run.owner, _failed(successor.spec, error))
-            return
-        self._run.guard.release(spec.node_id)
-        node.state = NodeState.STOPPED
-        if not node.stop_said:
-            node.stop_said = True
-            self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "replaced"), ctx)
-        if self._stopping is None:
-            self._begin(successor, ctx)
-        else:
-            self._pump_stop(ctx)
-
     def _answer_again(self, node: WorkerNode, ctx: Ctx) -> None:
         spec = node.spec
         match node.state:
@@ -286,9 +246,9 @@ class ProvisionerActor(ServiceActor):
             case NodeState.LIVE if not self._awaited(node, ctx):
                 self._say_started(node, ctx)
             case NodeState.FAILED:
-                ctx.reply(_failed(spec, node.error))
+                ctx.reply(failed(spec, node.error))
             case NodeState.STOPPED:
-                ctx.reply(_failed(spec, "the worker was stopped already"))
+                ctx.reply(failed(spec, "the worker was stopped already"))
             case _:
                 pass  # the answer is on its way
 
@@ -410,7 +370,7 @@ class ProvisionerActor(ServiceActor):
         if node.successor is not None and self._stopping is None:
             self._begin(node.successor, ctx)
             return
-        ctx.send(self._run.owner, _failed(spec, error))
+        ctx.send(self._run.owner, failed(spec, error))
         self._pump_stop(ctx)
 
     # --- complete_bootstrap -----------------------------------------------------------------------------------
@@ -547,9 +507,6 @@ class ProvisionerActor(ServiceActor):
         ctx.observe(record.channel, record.payload, record.source)
 
     # --- jobs and revocation ----------------------------------------------------------------------------------
-    def _key(self, node: WorkerNode) -> str:
-        return f"{self._run.epoch}/{node.spec.node_id}"
-
     def _job_done(self, done: JobDone, ctx: Ctx) -> None:
         if done.kind == "recheck":
             # Of whatever run: money does not end with it.
@@ -585,7 +542,3 @@ class ProvisionerActor(ServiceActor):
         assert live == {node_id for node_id, _ in run.guard.handles}, (live, run.guard.handles)
         assert self._stopping is not None or run.guard.stopping is None
         assert all(node.minted is not None for node in run.nodes.values() if node.state is NodeState.LIVE)
-
-
-def _failed(spec: NodeProvisionSpec, error: str) -> NodeFailed:
-    return NodeFailed(node_id=spec.node_id, stage_index=spec.stage_index, error=error, attempt=spec.attempt)
