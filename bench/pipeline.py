@@ -150,18 +150,6 @@ def wan(rounds: int, feedback: str) -> Figures:
     return dict.fromkeys(keys) | {f"{key}_why": why for key in keys}
 
 
-def feedbacks() -> Iterator[tuple[str, str]]:
-    """(feedback, why it cannot be measured): the direct one only where this build serves it."""
-    yield "gateway", ""
-    try:
-        with running(1, "--pipeline-stages", "2", config='[pipeline]\nfeedback = "direct"\n') as client:
-            ask(client, "Hi", 2)
-    except (StackError, PromptClientError) as error:
-        yield "direct", f'[pipeline] feedback = "direct" is not served by this build: {str(error)[:200]}'
-    else:
-        yield "direct", ""
-
-
 def run(arguments: argparse.Namespace) -> Figures:
     """The bench."""
     fetch_default(model_file().parent)
@@ -173,16 +161,10 @@ def run(arguments: argparse.Namespace) -> Figures:
     }
     if only in (None, "identical"):
         figures |= identical()
-    if only in (None, "share", "wan"):
-        for feedback, why in feedbacks():
-            for part, measure in (("share", share), ("wan", wan)):
-                if only in (None, part):
-                    figures |= measure(arguments.rounds, feedback) if not why else _unmeasured(part, why)
+    for feedback in ("gateway", "direct"):
+        for part, measure in (("share", share), ("wan", wan)):
+            if only in (None, part):
+                figures |= measure(arguments.rounds, feedback)
     if only in (None, "rpc"):
         figures |= rpc_overhead(arguments.rounds)
     return figures
-
-
-def _unmeasured(part: str, why: str) -> Figures:
-    keys = [f"{key}_direct" for key in (WAN_KEYS if part == "wan" else ("share_2_stages", "share_4_stages"))]
-    return dict.fromkeys(keys) | {f"{key}_why": why for key in keys}

@@ -114,12 +114,22 @@ class EdgeSockets:
         on_inbound: Callable[[bytes, bytes], None],
         on_outbound: Callable[[int, bytes], None],
         on_link: Callable[[int, bool], None],
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Hand over everything that has arrived. Ends only when no socket has an event left: their descriptors are
-        edge-triggered, and a send inside of a callback may also have taken in what came."""
+        """Hand over everything that has arrived, inbound frames first. Ends only when no socket has an event left:
+        their descriptors are edge-triggered, and a send inside of a callback may also have taken in what came. Or as
+        soon as `enough`: then the caller comes back before it sleeps."""
         busy = True
         while busy:
             busy = False
+            router = self._router
+            while router is not None and _readable(router):
+                busy = True
+                conn, *frames = router.recv_multipart(zmq.DONTWAIT)
+                if len(frames) == 1:
+                    on_inbound(conn, frames[0])
+                if enough():
+                    return
             for edge_id, (dealer, monitor) in list(self._dealers.items()):
                 while _readable(monitor):
                     busy = True
@@ -127,12 +137,6 @@ class EdgeSockets:
                 while _readable(dealer):
                     busy = True
                     on_outbound(edge_id, dealer.recv(zmq.DONTWAIT))
-            router = self._router
-            while router is not None and _readable(router):
-                busy = True
-                conn, *frames = router.recv_multipart(zmq.DONTWAIT)
-                if len(frames) == 1:
-                    on_inbound(conn, frames[0])
 
     def close(self) -> None:
         """Close all with linger."""

@@ -50,7 +50,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The edge is open for the first time; path: the candidate that answered (consumer: empty)."""
+    """The edge is open for the first time, or takes another way; path: the candidate that answered (consumer: empty,
+    and only once)."""
 
     path: str = ""
 
@@ -97,6 +98,8 @@ class EdgeProducer:
         """The present connection is known to be up: only then its end is a broken connection, and not a handshake that
         a frozen peer did not answer."""
         self._was_open = False
+        self._way = -1
+        """The candidate that was last told as the edge's way."""
 
     # --- the stream -------------------------------------------------------------------------------------------
     @property
@@ -179,8 +182,8 @@ class EdgeProducer:
         self.state, self._down_ms, self._stands = "open", None, True
         self._sent = message.next_offset
         self._next_ms = now_ms + EDGE_PROBE_MS
-        first: list[Effect] = [] if self._was_open else [Ready(self.candidate)]
-        self._was_open = True
+        first: list[Effect] = [] if self._way == self._at else [Ready(self.candidate)]
+        self._was_open, self._way = True, self._at
         return [*first, *self._flush()]
 
     def on_link(self, up: bool, now_ms: int) -> list[Effect]:

@@ -31,7 +31,7 @@ class EdgeEvents(Protocol):
         """A record arrived; give its bytes back with EdgePort.consumed(edge_id, record.end_offset)."""
 
     def edge_ready(self, edge_id: int, path: str) -> None:
-        """The edge is open; once. path: the candidate, empty at the consumer."""
+        """The edge is open, or takes another way. path: the candidate, empty at the consumer."""
 
     def edge_failed(self, edge_id: int, reason: str, detail: str) -> None:
         """The edge is over."""
@@ -67,8 +67,9 @@ class EdgeTransport(Protocol):
         on_inbound: Callable[[bytes, bytes], None],
         on_outbound: Callable[[int, bytes], None],
         on_link: Callable[[int, bool], None],
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Hand over everything that has arrived."""
+        """Hand over everything that has arrived, or until `enough`."""
 
     def close(self) -> None:
         """Close all."""
@@ -107,6 +108,7 @@ class EdgePort:
         self._out: dict[int, _Outbound] = {}
         self._now_ms = 0
         self._closed = False
+        self._came = False
 
     @property
     def fd(self) -> int:
@@ -182,6 +184,15 @@ class EdgePort:
             self._produce(edge_id, out.core.tick(now_ms))
         # What was sent just now may have taken events off a descriptor that would not wake us again.
         self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link)
+
+    def look(self, now_ms: int) -> bool:
+        """What is there, up to the first record: whoever waits for it goes on before the rest is looked at. True: a
+        record came; call `pump` or this again before sleeping, since the descriptor tells of no event twice."""
+        if self._closed:
+            return False
+        self._now_ms, self._came = now_ms, False
+        self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link, lambda: self._came)
+        return self._came
 
     def next_deadline(self) -> int | None:
         """Monotonic ms, or None."""
@@ -275,6 +286,7 @@ class EdgePort:
                 case Ready() if consumer is not None:
                     self._events.edge_ready(consumer.edge_id, effect.path)
                 case Arrived() if consumer is not None:
+                    self._came = True
                     size = HEADER_BYTES + len(effect.record.payload)
                     end = effect.record.end_offset
                     self.traffic.began(consumer.edge_id, size, end, self._clock_ns(), is_producer=False)

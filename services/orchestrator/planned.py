@@ -216,8 +216,11 @@ class PlannedRun(StartUp):
     def _token_endpoint_ready(self, msg: TokenEndpointReady, ctx: Ctx) -> None:
         if msg.endpoint not in TOKEN_ENDPOINTS or not self.active:
             return
+        is_known = msg.endpoint in self._token_endpoints
         self._token_endpoints.add(msg.endpoint)
         self.record(ctx, "token_endpoints", "ready", {"endpoint": msg.endpoint, "path": msg.path})
+        if is_known:
+            return  # it takes another way now
         fact = ObserveTokenInEndpointReady() if msg.endpoint == "TokenIn" else ObserveTokenOutEndpointReady()
         ctx.send(self.actor_address, fact)
         if self._rpc_due:

@@ -277,14 +277,13 @@ class TokenEdgeShell:
         turn."""
         if self._port is None:
             return
-        self._port.pump(self._now_ms())
-        if self._arrived:
+        if self._port.look(self._now_ms()):
             self._hand_over()
             self._turning = True
             self._host.run_actors()
             self._turning = False
             self._give_back()
-            self._pump()  # what was sent may have taken events off the descriptor
+        self._pump()
 
     def _pump(self) -> None:
         if self._port is not None:

@@ -202,6 +202,8 @@ def test_a_fault(cell: Cell, right: dict[str, str]) -> None:
                 getattr(harm, cell.harm)()
         if cell.heals:
             assert_heals(stack, cell, asker, right)
+            if (cell.part, cell.harm, asker is None) == ("edge", "freeze", False):
+                assert "relay" in ways(stack), "the choice is a record"
             if cell.harm == "corrupt":
                 assert isinstance(harm, ConnectionHarm) and harm.flipped
         else:
@@ -221,6 +223,12 @@ def assert_heals(stack: Stack, cell: Cell, asker: Asker | None, right: dict[str,
     stack.say("stop\n")
     stack.assert_stopped("stdin")
     assert asker is None or len(asker.terminals()) == 1
+
+
+def ways(stack: Stack) -> set[str]:
+    """Which candidates edges have taken so far."""
+    found = [r for r in stack.archive.records() if r.step in (("edge", "ready"), ("token_endpoints", "ready"))]
+    return {str(record.detail.get("path")) for record in found}
 
 
 def assert_fails(stack: Stack, cell: Cell, asker: Asker | None) -> None:

@@ -86,8 +86,9 @@ class SimEdgeSockets:
         on_inbound: Callable[[bytes, bytes], None],
         on_outbound: Callable[[int, bytes], None],
         on_link: Callable[[int, bool], None],
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        while self.inbox:
+        while self.inbox and not enough():
             kind, conn, edge_id, frame, up = self.inbox.popleft()
             if kind == "in":
                 on_inbound(conn, frame)

@@ -116,7 +116,8 @@ class StagePort:
             return None
         self._main_reads = True
         with self._lock:
-            self._edges.pump(self._now_ms())
+            if not self._edges.look(self._now_ms()):
+                self._edges.pump(self._now_ms())
             return self._edges.fd
 
     # --- port thread ------------------------------------------------------------------------------------------
