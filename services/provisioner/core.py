@@ -39,19 +39,16 @@ from services.provisioner.external_provider import NAME as EXTERNAL
 from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
 from services.provisioner.replacing import Replacing, failed
 from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
+from services.provisioner.unsaid import UNSAID_TIMER, Unsaid
 
 PREPARE_LIMIT_MS = 110_000  # stopping leftovers of an earlier run may take a while
 OWNER_GONE_FAST_MS = 8_000  # of the 15 s: time for a graceful stop of a few workers, then the rest at once
 OWNER_GONE_MARGIN_MS = 1_000
-
 CANCELLABLE = frozenset({"vastai"})
 """Providers whose start takes minutes and can be given up."""
-
 AWAITED = frozenset({EXTERNAL, "vastai"})
 """Providers whose worker has started when it is on the bus: somebody walks there first, or it is installed first."""
-
 OWED_MS = 20_000  # between two looks for a worker whose start or stop nobody has confirmed
-
 _OWED = "owed"
 _OWNER_FAST = "owner:fast"
 _OWNER_EXIT = "owner:exit"
@@ -83,6 +80,7 @@ class ProvisionerActor(Replacing):
         """A PrepareProvider that has to wait: for the config slice, or for the end of the run before."""
         self._admissions = Admissions()
         self._presence = Presence()
+        self._unsaid = Unsaid()
         self._goodbye_over = False
 
     # --- messages ---------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ class ProvisionerActor(Replacing):
                 self._observed(msg, ctx)
             case SendFailed():
                 super().receive(msg, ctx)
-                ctx.effect(Log("debug", f"{type(msg.message).__name__} is not delivered: {msg.reason}"))
+                self._unsaid.failed(msg, self._run.owner, ctx)
             case _:
                 super().receive(msg, ctx)
 
@@ -116,6 +114,8 @@ class ProvisionerActor(Replacing):
         match key:
             case _ if key == ADMISSION_TIMER:
                 self._admit_again(ctx)
+            case _ if key == UNSAID_TIMER:
+                self._unsaid.again(self._run.owner, ctx)
             case _ if key == PRESENCE_TIMER:
                 self._look_for_workers(ctx)
             case _ if key == GOODBYE_TIMER:

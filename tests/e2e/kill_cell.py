@@ -61,7 +61,7 @@ class Outcome:
     @property
     def line(self) -> str:
         """One line of the table."""
-        verdict = f"FAILED: {self.error[:600]}" if self.error else self.how
+        verdict = f"FAILED: {self.error[:1500]}" if self.error else self.how
         return f"{' '.join(self.cell):<42} {self.seconds:6.1f} of {self.allowed:3.0f} s  {verdict}"
 
 

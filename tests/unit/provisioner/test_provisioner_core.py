@@ -6,6 +6,7 @@ import pytest
 
 from common.addresses import Role
 from common.config_slices import ProvisionerSlice
+from common.effects import SendFailed
 from common.limits import STDERR_TAIL_LINES
 from common.messages.bus import Admit, Admitted, Revoke, Revoked
 from common.messages.config import ConfigGet
@@ -29,6 +30,7 @@ from services.provisioner.plugin import (
     StdoutLine,
 )
 from services.provisioner.state import Minted, Prepared
+from services.provisioner.unsaid import UNSAID_MS
 from tests.unit.provisioner.playbook import ORCHESTRATOR, RESOLVER, ROUTER, RUN, Play, start_node, started
 
 
@@ -156,6 +158,22 @@ def test_a_failed_start_is_reported_revoked_and_cleaned_up(ready: Play) -> None:
     assert ready.events() == [(1, "ProvisionStart"), (1, "ProvisionFailed")]
     ready.order(start_node(1))
     assert ready.sent() == [failed] and ready.effects() == []
+
+
+@pytest.mark.spec("S1 10.6", "S1 10.12")
+def test_what_could_not_be_delivered_is_said_again(ready: Play) -> None:
+    """The router hung: the orchestrator would wait for this answer as long as a start may take."""
+    failed = NodeFailed(node_id=1, stage_index=0, error="the router did not admit the worker")
+    ready.harness.tell(SendFailed(ORCHESTRATOR, failed, "link_down"))
+    assert ready.sent() == []
+    ready.harness.advance(UNSAID_MS)
+    assert ready.sent() == [failed]
+    ready.harness.advance(10 * UNSAID_MS)
+    assert ready.sent() == []
+    ready.harness.tell(SendFailed(ORCHESTRATOR, failed, "peer_lost"))
+    ready.harness.tell(SendFailed(ROUTER, failed, "link_down"))
+    ready.harness.advance(10 * UNSAID_MS)
+    assert ready.sent() == []
 
 
 def test_revoke_is_repeated_until_revoked(ready: Play) -> None:
