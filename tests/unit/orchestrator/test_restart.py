@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.limits import (
     WORKER_LOSS_NAMED_MS,
@@ -26,7 +28,7 @@ from common.messages.serve import (
     SuspendServing,
     TokenEndpointReady,
 )
-from services.orchestrator.base import Phase
+from services.orchestrator.base import Phase, RunOver
 from tests.unit.orchestrator.playbook import NODE_ID, RUN_ID, Play
 from tests.unit.orchestrator.test_planned import PlannedPlay
 
@@ -236,3 +238,75 @@ def test_a_stop_while_a_worker_is_replaced_is_a_controlled_shutdown() -> None:
     play.gateway(ShutdownRequested(source="rpc"))
     assert play.said(CloseRpc)
     assert play.run.result.error == ""
+
+
+# --- any order ----------------------------------------------------------------------------------------------------
+class AnyPlay(RestartPlay):
+    """The workers' side follows the attempts that the run has begun."""
+
+    def follow(self) -> None:
+        self.attempts = tuple(self.run.workers[stage].attempt for stage in (0, 1))
+
+    def act(self, name: str, stage: int) -> None:
+        self.follow()
+        match name:
+            case "exited":
+                self.exited(stage, status=-9)
+            case "failed":
+                failed = NodeFailed(
+                    node_id=NODE_ID + stage, stage_index=stage, error="no", attempt=self.attempts[stage]
+                )
+                self.provisioner(failed)
+            case "comes":
+                self.started(stage)
+                endpoint = EndpointWire(node_key=self.key(stage), candidates=["ipc:///x"])
+                self.reported(stage, endpoint=endpoint)
+                self.routed(stage)
+                self.member(stage)
+                self.acked(stage)
+            case "completed":
+                self.completed()
+                self.weights()
+            case "ready":
+                self.stages_ready(self.run.generation)
+            case "restored":
+                self.gateway(ServingRestored())
+            case "disturbed":
+                self.gateway(ServingDisturbed(error="x"))
+            case "edge":
+                fault = ObserveStageFault(
+                    run_id=RUN_ID, stage_index=stage, reason="EdgeFault: x", generation=self.run.generation
+                )
+                self.worker(fault, stage)
+            case "dead":
+                self.member(stage, "dead")
+            case "wait":
+                self.harness.advance(2500)
+            case "stop":
+                self.gateway(ShutdownRequested(source="rpc"))
+
+
+ACTS = ["exited", "failed", "restored", "disturbed", "edge", "dead", "stop"]
+ACTS += ["comes", "completed", "ready", "wait"] * 2
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 1)), max_size=40))
+def test_whatever_happens_the_run_serves_again_or_ends_once(acts: list[tuple[str, int]]) -> None:
+    play = AnyPlay().serving()
+    overs: list[RunOver] = []
+    attempts = 0
+    for name, stage in acts:
+        play.act(name, stage)
+        overs += [effect for effect in play.harness.effects() if isinstance(effect, RunOver)]
+        attempts += steps(play).count(("worker_restart", "started"))
+    for _ in range(60):
+        if play.at(Phase.SERVING) or play.at(Phase.OVER):
+            break
+        play.harness.advance(60_000)
+        overs += [effect for effect in play.harness.effects() if isinstance(effect, RunOver)]
+    assert play.at(Phase.SERVING) or len(overs) == 1
+    assert attempts <= WORKER_RESTARTS_MAX, "within the window"
+    if not play.at(Phase.OVER):
+        play.run.check()
+        assert not play.run.restarting
