@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.cpu_native import _MATMUL, _QUANTISE, _REPACK, _ROWS, Control, Kernels
+from worker.engine.cpu_native import _ARGS, _MATMUL, _QUANTISE, _REPACK, _ROWS, Control, Kernels
 from worker.engine.cpu_objects import compile_object, zig
 from worker.engine.cpu_plan import KINDS, tiled_bytes
 
@@ -100,16 +100,16 @@ class EmulatedKernels(Kernels):
             at += len(buffer)
         return out
 
-    def run(self, op: int, args: Sequence[int], first: int = 0, second: int = 0, plan: int = 0) -> Control:
+    def run(self, op: int, args: Sequence[int], first: int = 0, second: int = 0, ahead: int = 0) -> Control:
         control = Control.private()
-        control.head[0], control.head[1] = op, 1
+        control.head[0], control.head[1], control.ahead[0] = op, 1, ahead
         control.args[: len(args)] = args
         sizes = self._sizes(op, args)
         places = [first, second, *(args[at] for at in sizes.pointers)]
         lengths = [sizes.first, sizes.second, *sizes.pointed]
         buffers = [ctypes.string_at(control.address, 768)]
         buffers += [ctypes.string_at(place, n) if n else b"" for place, n in zip(places, lengths, strict=True)]
-        patches = [(0, 24 + 8 * at, 3 + number) for number, at in enumerate(sizes.pointers)]
+        patches = [(0, _ARGS + 8 * at, 3 + number) for number, at in enumerate(sizes.pointers)]
         results = self.remote(buffers, patches, [0, 1, 2])
         for place, data in zip(places, results[1:], strict=True):
             ctypes.memmove(place, data, len(data))

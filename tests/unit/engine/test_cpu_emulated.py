@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.emulated import PROCESSORS, EmulatedKernels, Processor, build, emulator
 from tests.unit.engine.test_cpu_kernels import (  # noqa: F401 - run again, with this file's `kernels`
+    block_columns,
     expected,
     random_blocks,
     test_elementary_functions,
@@ -24,7 +25,7 @@ from tests.unit.engine.tiny_model import TinySpec, reference_logits, write_model
 from worker.engine import tinygrad_shim as tg
 from worker.engine.cpu_native import load_kernels
 from worker.engine.cpu_objects import machine
-from worker.engine.cpu_plan import KINDS, unit_columns
+from worker.engine.cpu_plan import KINDS
 
 NOISE = 0.2
 # What Linux says of such a processor: the choice of kernels reads no more of it.
@@ -51,7 +52,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(kernels: EmulatedKernels, kind: str) -> None:
     for rows, units, count in ((33, 2, 3), (1, 1, 13)):
-        columns = units * unit_columns(kind)
+        columns = units * block_columns(kind)
         raw = random_blocks(kind, rows, columns, rows)
         x = np.random.default_rng(count).standard_normal((count, columns)).astype(np.float32)
         result = kernels.product(KINDS.index(kind), tiles(kernels, kind, raw, columns), rows, x)
