@@ -90,6 +90,22 @@ def test_stages_are_provisioned_after_the_acknowledgement_one_after_the_other(tw
     assert max(loaded.values()) < order.index(("prompt_rpc", "ready"))
 
 
+@pytest.mark.spec("S1 8.10")
+def test_both_ends_of_an_edge_say_what_went_over_it(two: Stack) -> None:
+    two.ask("Say hello.", max_tokens=8)
+
+    def ends() -> list[dict[str, Any]]:
+        found = [record.body for record in two.archive.records() if record.channel == "mvp.node.edge"]
+        last = {body["node_id"]: body["detail"] for body in found if body["detail"]["edge_id"] == 2}
+        return list(last.values())
+
+    def agree() -> bool:
+        return len(ends()) == 2 and len({(end["records"], end["bytes"]) for end in ends()}) == 1
+
+    wait_for("both ends of edge 2 to have told the same", agree, 20)
+    assert {"latency_ms", "held_ms"} <= {key for end in ends() for key in end} and ends()[0]["records"] > 0
+
+
 @pytest.mark.spec("S1 7.10", "S1 9.13")
 def test_a_prompt_cut_by_its_client_leaves_the_pipeline_clean(two: Stack) -> None:
     """During the prefill of a long prompt and after random tokens of an answer; the next answers are what they always
