@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from common.actors import Ctx
 from common.addresses import short
 from common.codec import Message
@@ -27,6 +29,7 @@ class DirectPromptRuntime:
         self._said: list[str] = []
         self._tokens = 0
         """Of the active prompt, passed on."""
+        self._started_ms, self._replayed = 0, False
         self._repeat, self._repeat_tokens = "", 0
         """What a replay has to say once more before anything is new."""
 
@@ -36,6 +39,7 @@ class DirectPromptRuntime:
     def start(self, work: PromptWork, ctx: Ctx) -> None:
         """One InferPrompt; the bus tells later if it could not be delivered."""
         self._said, self._tokens, self._repeat, self._repeat_tokens = [], 0, "", 0
+        self._started_ms, self._replayed = ctx.now_ms, False
         self._infer(work, ctx)
 
     def _infer(self, work: PromptWork, ctx: Ctx) -> None:
@@ -66,6 +70,9 @@ class DirectPromptRuntime:
             self._records.dropped(ctx, msg.request_id, reason, name, work)
             return []
         self._records.emit(ctx, "node_prompt_event", "observed", work, {"event": name, **_facts(msg)})
+        if isinstance(msg, Done) and self._replayed:
+            # The worker's own time is that of the second part.
+            msg = msgspec.structs.replace(msg, elapsed_ms=ctx.now_ms - self._started_ms)
         return self._beyond(msg, ctx) if isinstance(msg, TextDelta) else [msg]
 
     def _beyond(self, delta: TextDelta, ctx: Ctx) -> list[PromptEvent]:
@@ -90,7 +97,7 @@ class DirectPromptRuntime:
 
     def replay(self, work: PromptWork, ctx: Ctx) -> int:
         """The same request: greedy, or with the seed that it has, the same answer."""
-        self._repeat, self._repeat_tokens = "".join(self._said), self._tokens
+        self._repeat, self._repeat_tokens, self._replayed = "".join(self._said), self._tokens, True
         self._infer(work, ctx)
         return self._tokens
 
