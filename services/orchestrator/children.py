@@ -45,6 +45,11 @@ class Child:
     readers: list[LineReader]
     started: float = field(default_factory=time.monotonic)
 
+    def ended(self) -> None:
+        """It is no more: its last lines are read, its descriptors given back."""
+        for reader in self.readers:
+            reader.stop()
+
 
 class Children:
     """All services of an embedded run. Each is in its own session: a terminal's Ctrl-C reaches only the launcher."""
@@ -132,8 +137,7 @@ class Children:
                 except subprocess.TimeoutExpired:
                     child.process.kill()
                     child.process.wait()
-                for reader in child.readers:
-                    reader.stop()
+                child.ended()
         for fd in (self._owner_write, self._owner_read, self._resolver_write, self._resolver_read):
             os.close(fd)
 

@@ -224,6 +224,7 @@ class Launch:
 
         def ended(status: int) -> None:
             child.process.returncode = status
+            child.ended()
             if self._children.running.get(child.role) is child:
                 del self._children.running[child.role]
                 self._service_ended(host, child.role, how_it_ended(status))

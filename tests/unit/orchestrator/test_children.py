@@ -105,6 +105,21 @@ def test_what_they_print_arrives_by_service_and_stream(family: Children, files: 
     family.stop_all()
 
 
+def test_a_service_that_ended_leaves_no_descriptor(family: Children, files: dict[Role, Path], lines: Lines) -> None:
+    """A run restarts its services for weeks; and what they said last is there."""
+
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for _ in range(3):
+        child = family.start(Role.MEMBERSHIP, files[Role.MEMBERSHIP].with_name("nothing.json"))
+        child.process.wait(10)
+        child.ended()
+    assert held() == before
+    assert sum(stream == "stderr" and b"nothing.json" in line for _, stream, line in lines) == 3
+
+
 def test_three_restarts_a_minute(family: Children, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(children.time, "monotonic", lambda: now[0])
