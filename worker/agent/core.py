@@ -254,8 +254,9 @@ class NodeAgentActor(Actor):
     def _provision(self, msg: ProvisionStage, ctx: Ctx) -> None:
         asked = msg.provision
         # A wrong node or orchestrator is the controller's to judge: it faults the stage (S1 6.6).
-        # Where workers were left out, those behind them move up.
-        if asked.run_id != self.identity.run_id or asked.stage_index > self.identity.stage_index:
+        # In a pipeline from which workers were left out, those behind them move up.
+        moved_up = asked.inbound_edge is not None and asked.stage_index < self.identity.stage_index
+        if asked.run_id != self.identity.run_id or not (moved_up or asked.stage_index == self.identity.stage_index):
             self._drop(msg, f"for run {asked.run_id}, stage {asked.stage_index}", ctx)
             return
         before = self.core.provision
