@@ -195,6 +195,7 @@ class ProvisionerActor(Replacing):
             result: Prepared = done.result
             for problem in result.problems:
                 ctx.effect(Log("warning", problem))
+                ctx.timer(_OWED, OWED_MS)
             run.answer = ProviderPrepared(provider=self.config.provider, reconciled=result.reconciled)
         ctx.send(run.owner, run.answer)
         self._pump_stop(ctx)

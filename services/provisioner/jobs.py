@@ -87,6 +87,8 @@ class ProvisionerJobs:
         self._tickets: dict[str, _Ticket] = {}
         self._intents: dict[str, LedgerRecord] = {}
         self._owed: dict[str, _Owed] = {}
+        self._left_before = False
+        """An entry of a dead instance could not be settled: what it names may still appear."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The kinds of RunJob that the core uses."""
@@ -129,6 +131,7 @@ class ProvisionerJobs:
             self.recheck()
         cleared = clear(Providers(here.environment, config, owner), [config.provider])
         problems = [*cleared.stock.problems, *cleared.done.problems]
+        self._left_before = bool(cleared.done.problems)
         if config.provider not in cleared.stock.foreign:
             # Nothing is started, least of all rented, while nobody knows what there is already.
             raise ProviderError(problems[0] if problems else f"what is owned at {config.provider} is unknown")
@@ -248,7 +251,12 @@ class ProvisionerJobs:
 
     def recheck(self) -> int:
         """Look again for what may be left, and stop it. How many are still owed: of these the next start is told."""
-        plugin, ledger, _ = self._parts()
+        plugin, ledger, config = self._parts()
+        before = 0
+        if self._left_before:
+            owner = Owner(fleet_id(self._here.environment), self._instance)
+            before = len(clear(Providers(self._here.environment, config, owner), []).done.problems)
+            self._left_before = before > 0
         with self._lock:
             owed = list(self._owed.items())
         for id, item in owed:
@@ -262,7 +270,7 @@ class ProvisionerJobs:
                     with self._lock:
                         self._owed.pop(id, None)
         with self._lock:
-            return len(self._owed)
+            return len(self._owed) + before
 
     def _owe(self, id: str, handle: PluginNodeHandle | None) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from services.provisioner.vastai_api import VastClient, VastError
 DESTROY_S = 90
 FIND_READS = 4  # a row lags behind its creation by one to three reads (providers.md A2)
 FIND_PAUSE_S = 3
-YOUNG_MS = 600_000  # an instance that was asked for longer ago is in the list, or never was
+YOUNG_MS = 180_000  # an instance that was asked for longer ago is in the list, or never was
 
 
 def rows_of(client: VastClient, handle_id: str) -> list[dict[str, Any]]:
@@ -35,8 +35,11 @@ def find(client: VastClient, handle_id: str, reads: int, pace: float) -> list[di
     return []
 
 
-def destroy(client: VastClient, instance: int, handle_id: str, pace: float) -> None:
-    """Until a successful list shows neither the instance (0: none known) nor its label. Raises ProviderError."""
+def destroy(client: VastClient, instance: int, handle_id: str, pace: float, looks: int = 1) -> None:
+    """Until a successful list shows neither the instance (0: none known) nor its label. Raises ProviderError.
+
+    looks: how many such lists in a row; more than one where another instance under the label may still appear.
+    """
     until = time.monotonic() + DESTROY_S * max(pace, 0.1)
     problem, wanted = "", {instance} if instance else set()
     while True:
@@ -49,9 +52,12 @@ def destroy(client: VastClient, instance: int, handle_id: str, pace: float) -> N
                 for row in rows
                 if (instance and row.get("id") == instance) or offers.is_of(str(row.get("label") or ""), handle_id)
             }
-            if not wanted:
-                return
             problem = "it is still listed"
+            if not wanted:
+                looks -= 1
+                if not looks:
+                    return
+                problem, until = "the list is not certain yet", until + FIND_PAUSE_S * pace
         except VastError as error:
             problem = str(error)
         if time.monotonic() > until:
@@ -67,12 +73,17 @@ def destroy_left_behind(client: VastClient, left: LeftBehind, pace: float, now_m
     """What bears the label of a dead instance's handle. True if there was something. Raises ProviderError."""
     facts = left.handle.facts if left.handle is not None else {}
     known = int(facts.get("instance") or facts.get("contract") or 0)
-    young = left.at_unix_ms > 0 and now_ms() - left.at_unix_ms < YOUNG_MS
+    young = left.at_unix_ms > 0 and now_ms() - left.at_unix_ms < YOUNG_MS * pace
     # Whoever died while it was created may be followed by us before the list has it: one look would prove nothing.
     found = find(client, left.id, FIND_READS if young and not known else 1, pace)
     if not found and not known:
+        if young:
+            raise ProviderError(
+                "it may have been rented a moment ago and is not listed yet; it is looked for again, or run "
+                "`mvp-orchestrator reconcile` in three minutes"
+            )
         return False
-    destroy(client, _number(found[0]) if found else known, left.id, pace)
+    destroy(client, _number(found[0]) if found else known, left.id, pace, FIND_READS if young else 1)
     return bool(found)
 
 

@@ -438,7 +438,8 @@ class VastAiProvider:
 
     def _destroy(self, instance: int, handle_id: str) -> None:
         """Until a successful list shows it gone. Raises ProviderError."""
-        end.destroy(self.client, instance, handle_id, self._pace)
+        looks = end.FIND_READS if self._is_uncertain(handle_id) else 1
+        end.destroy(self.client, instance, handle_id, self._pace, looks)
         self._known_hosts(handle_id).unlink(missing_ok=True)
 
     def stop_left_behind(self, left: LeftBehind) -> bool:

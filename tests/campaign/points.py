@@ -44,9 +44,11 @@ def main() -> int:
         def stopping(*args: Any, **kwargs: Any) -> Any:
             point = what(*args, **kwargs)
             at(f"{point}:before")
-            result = real(*args, **kwargs)
-            at(f"{point}:after")
-            return result
+            try:
+                return real(*args, **kwargs)
+            finally:
+                # Also where the answer was lost.
+                at(f"{point}:after")
 
         setattr(owner, name, stopping)
 

@@ -56,6 +56,7 @@ from tests.unit.provisioner.test_provisioner_process import Collector, Orchestra
 
 STEP_S = 60.0
 EXIT_S = 40.0
+AGAIN_S = 40.0
 OTHER_FLEET = "f" * 16
 WORKER = "exec sh -c 'echo ready; while :; do sleep 1; done' worker"
 
@@ -210,7 +211,7 @@ class Stage:
             fake.offer(price=price)
         if wrong.startswith("ambiguous create"):
             fake.fault("create", "hang up after")
-            fake.list_lag = 2 if wrong == "ambiguous create" else 7
+            fake.list_lag = 2 if wrong == "ambiguous create" else 6
         elif wrong == "429 storm":
             for op in ("search", "create", "show", "list", "destroy"):
                 for kind in ("429 text", "429 detail", "429 json"):
@@ -325,6 +326,14 @@ class Stage:
         if self.fake is not None:
             self.fake.faults.clear()
         environment = self.world.environment
+        status, until = 1, time.monotonic() + AGAIN_S
+        while status and time.monotonic() < until:
+            # What may have been rented a moment ago is looked for again until it is certain (a scaled three minutes).
+            quiet, status = self._follow_up(environment)
+            time.sleep(1 if status else 0)
+        assert status == 0, f"{self.case.after} ended with {status}: {quiet[-400:]}"
+
+    def _follow_up(self, environment: dict[str, str]) -> tuple[str, int]:
         quiet = io.StringIO()
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             match self.case.after:
@@ -334,7 +343,7 @@ class Stage:
                     status = owned_command.reconcile(["--provider", self.case.provider], environment)
                 case _:
                     status = self._next_start()
-        assert status == 0, f"{self.case.after} ended with {status}: {quiet.getvalue()[-400:]}"
+        return quiet.getvalue(), status
 
     def _next_start(self) -> int:
         here = Surroundings(
@@ -402,6 +411,8 @@ class Stage:
             self.agent.close()
         shutil.rmtree(self.world.run_dir / "nodes", ignore_errors=True)
         for path in ledger_folder(self.world.environment).glob("*"):
+            path.unlink()
+        for path in (self.world.folder / "state" / "swactor-mq").glob("known-hosts-*"):
             path.unlink()
 
     def _end_life(self) -> None:
