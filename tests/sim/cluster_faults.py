@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FAULTS_MS = 22_000
 STARTED_MS = 4_000  # by then most runs serve
 LIGHT_APART_MS = 9_000
+FOR_EVER_MS = 10**9
 STOP_KINDS = ("stop_word", "sigterm")
 SURVIVED = (
     "stall",
@@ -191,13 +192,14 @@ def _when_busy(cluster: Cluster, then: Callable[[], None]) -> None:
     _as_soon_as(cluster, is_busy, then)
 
 
-def _when_unready(cluster: Cluster, then: Callable[[], None]) -> None:
-    """As soon as a worker is there that nobody has acknowledged yet."""
+def prepare(cluster: Cluster, fault: FaultAt) -> None:
+    """At the start: forged acknowledgements have to meet a worker that nobody has acknowledged yet."""
 
     def is_unready() -> bool:
         return any(not worker.actor.readiness.acknowledged for worker in cluster.provider.living())
 
-    _as_soon_as(cluster, is_unready, then)
+    if fault.kind == "forge":
+        _as_soon_as(cluster, is_unready, lambda: forge(cluster, fault.a, fault.b), tries=500)
 
 
 def _prompt_stall(cluster: Cluster, fault: FaultAt) -> None:
@@ -231,7 +233,7 @@ def _half_open(cluster: Cluster, fault: FaultAt) -> None:
 def _nat_lost(cluster: Cluster, fault: FaultAt) -> None:
     """Both ends take the connection for standing: the application's ping has to find out."""
     if (connection := _connection(cluster, fault.a)) is not None:
-        cluster.world.cut(connection, door_notices_ms=120_000, silently_ms=120_000)
+        cluster.world.cut(connection, door_notices_ms=FOR_EVER_MS, silently_ms=FOR_EVER_MS)
 
 
 def _freeze(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
@@ -308,9 +310,8 @@ def _worker_stall(cluster: Cluster, fault: FaultAt) -> None:
 
 
 def _forge(cluster: Cluster, fault: FaultAt) -> None:
-    """Now, as soon as a worker waits to be acknowledged, and in the middle of a prompt."""
+    """Now, and in the middle of a prompt; see also `prepare`."""
     forge(cluster, fault.a, fault.b)
-    _when_unready(cluster, lambda: forge(cluster, fault.a, fault.b))
     _when_busy(cluster, lambda: forge(cluster, fault.a, fault.b))
 
 
@@ -426,4 +427,4 @@ def do(cluster: Cluster, fault: FaultAt) -> None:
     DOING[fault.kind](cluster, fault)
 
 
-__all__ = ["FaultAt", "Plan", "Violation", "do", "draw"]
+__all__ = ["FaultAt", "Plan", "Violation", "do", "draw", "prepare"]

@@ -12,6 +12,7 @@ from common.addresses import NONCE_BYTES, Role
 from common.codec import Message, encode_body
 from common.datagram import datagram_frame
 from common.edge_records import Record, encode_record, encode_tokens
+from common.edges.core import EdgeConsumer
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, SequenceBegun
 from common.messages.node_agent import RuntimeReadyAck, StopRun
 from common.messages.orchestrator import (
@@ -157,24 +158,34 @@ def _usurp(cluster: Cluster, worker: SimWorker, orchestrator: Identity) -> None:
 
 
 def _strangers(cluster: Cluster, rng: random.Random) -> None:
-    """At the edges' door: no token, a token of another run, bytes without a Hello."""
+    """At the edges' door: the right edge, run and offset, but not the token; and bytes without a Hello."""
     net = cluster.edges
-    for endpoint, taker in sorted(net.takers.items()):
-        if taker.name == "stranger":
-            continue
-        stranger = SimEdgeSockets(net, "stranger")
-        stranger.dial(1, endpoint, b"")
-        edge_id = rng.randint(1, 4)
-        record = encode_record(Record(rng.randint(0, 3), rng.randint(0, 3), encode_tokens([1]), begin=True, end=True))
-        for message in (
-            EdgeData(edge_id=edge_id, offset=0, data=record),
-            EdgeHello(token=b"x" * 16, edge_id=edge_id, run=rng.randbytes(NONCE_BYTES)),
-            EdgeData(edge_id=edge_id, offset=0, data=record),
-            EdgeCredit(edge_id=edge_id, consumed_offset=1 << 30),
-        ):
-            stranger.send(1, encode_body(message))
-        stranger.send(1, b"\xc1")
-        cluster.world.at(cluster.world.now + 200, stranger.close)
+    for taker in list(net.takers.values()):
+        for consumer in _consumers(cluster, taker):
+            stranger = SimEdgeSockets(net, "stranger")
+            stranger.dial(1, taker.endpoints[0], b"")
+            number = rng.randint(0, 3)
+            record = encode_record(Record(number, number, encode_tokens([1]), begin=True, end=True))
+            data = EdgeData(edge_id=consumer.edge_id, offset=consumer.received, data=record)
+            for message in (
+                data,
+                EdgeHello(token=b"x" * 16, edge_id=consumer.edge_id, run=consumer.run),
+                data,
+                EdgeHello(token=consumer.token, edge_id=consumer.edge_id, run=rng.randbytes(NONCE_BYTES)),
+                data,
+                EdgeCredit(edge_id=consumer.edge_id, consumed_offset=1 << 30),
+            ):
+                stranger.send(1, encode_body(message))
+            stranger.send(1, b"\xc1")
+            cluster.world.at(cluster.world.now + 200, stranger.close)
+
+
+def _consumers(cluster: Cluster, taker: SimEdgeSockets) -> list[EdgeConsumer]:
+    """What it takes now."""
+    ports = [worker.engine.stage.port._edges for worker in cluster.provider.living() if worker.engine.stage is not None]
+    if cluster.gateway_edges is not None:
+        ports.append(cluster.gateway_edges.shell._port)
+    return [one for port in ports if port is not None and port._sockets is taker for one in port._desk.consumers]
 
 
 __all__ = ["FORGED", "forge"]

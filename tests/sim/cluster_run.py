@@ -42,7 +42,7 @@ from services.provisioner.core import ProvisionerActor
 from tests.sim.cluster_archive import SimDisk
 from tests.sim.cluster_clients import Client, Script, SimTcp
 from tests.sim.cluster_engine import SimWorker, answer
-from tests.sim.cluster_faults import Plan, do, draw
+from tests.sim.cluster_faults import Plan, do, draw, prepare
 from tests.sim.cluster_provider import SimProvider
 from tests.sim.cluster_stage import GatewayEdges, Vocabulary, plan_job
 from tests.sim.cluster_watch import Watch
@@ -315,6 +315,7 @@ def _play(cluster: Cluster) -> Outcome:
     for at, script in enumerate(plan.clients):
         cluster.client(f"c{at}", script)
     for fault in plan.faults:
+        prepare(cluster, fault)
         world.at(fault.at_ms, lambda fault=fault: do(cluster, fault))
     until = max([plan.safety_ms, *(one.at_ms for one in plan.faults), *(one.at_ms for one in plan.clients)]) + 2000
 

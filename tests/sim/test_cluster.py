@@ -130,6 +130,17 @@ def test_what_may_end_a_run_ends_it_with_one_sentence(kind: str, at_ms: int) -> 
         play(plan(fault, light=False, embedded=embedded, second_run=True))
 
 
+@pytest.mark.spec("S1 9.10", "S1 9.13")
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_cancelled_prompt_leaves_nothing_in_the_pipeline_for_the_next(stages: int) -> None:
+    """Its objects are under way on every edge; what comes of them must not count for the prompts behind it."""
+    for seed in range(4):
+        leaves = [Script(6000 + 400 * at, 1, 60, 1, "abort", 20 + 45 * at) for at in range(4)]
+        asks = Script(at_ms=6100, prompts=4, tokens=20, size=1, habit="normal", after_ms=0)
+        outcome = play(plan(stages=stages, clients=[*leaves, asks], seed=seed))
+        assert outcome.ended == [(0, "")] and outcome.facts["done"] == 5 and "fault" not in outcome.facts
+
+
 # --- what the simulation found ------------------------------------------------------------------------------------
 def test_the_run_hears_that_serving_failed_even_if_the_bus_was_down_then() -> None:
     """The gateway could not reach the worker and said so once, on a bus that was down: the run went on for ever and
