@@ -19,9 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.campaign.__main__ import run as play_campaign
+from tests.campaign.cases import cases
 from tests.docker import nat
 from tests.docker.engine import ROOT, WORKER_IMAGE, TestEngine, why_not
 from tests.docker.joins import campaign
+from tests.unit.provisioner.vastai_stage import no_machines
 from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
@@ -142,7 +145,7 @@ def containers(rounds: int) -> dict[str, object]:
                 found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(rate)
             newest = {key: round(values[-1], 2) for key, values in found.items()}
             print(f"round {number + 1}: {newest}", file=sys.stderr)
-        leaked = len(engine.containers())
+        left = len(engine.containers())
     finally:
         engine.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,11 +160,25 @@ def containers(rounds: int) -> dict[str, object]:
         "docker_share_2_stages": round(statistics.median(shares), 3),
         "docker_share_2_stages_min": round(min(shares), 3),
         "docker_share_2_stages_max": round(max(shares), 3),
-        "leaked": leaked,
+        "containers_left": left,
         **{key: round(statistics.median(values), 3) for key, values in found.items()},
     }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The campaign is long: half an hour on two idle cores."""
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="play each Nth case of the fault campaign")
+
+
+def faults(every: int) -> dict[str, object]:
+    """The provisioner hurt at each of its steps (tests/campaign): how many cases, and after how many a thing was left."""
+    if why := no_machines() or why_not():
+        return dict.fromkeys(("fault_cases", "leaked")) | {"fault_cases_why": why, "leaked_why": why}
+    played = play_campaign(cases()[::every], say=False)
+    return {key: played[key] for key in ("fault_cases", "leaked")}
+
+
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """The relay's joins once, the containers in rounds."""
-    return {**relay(), **containers(arguments.rounds), "rounds": arguments.rounds, "cpus": os.cpu_count()}
+    """The relay's joins once, the containers in rounds, the fault campaign once."""
+    figures = {**relay(), **containers(arguments.rounds), **faults(arguments.every)}
+    return {**figures, "rounds": arguments.rounds, "cpus": os.cpu_count()}
