@@ -89,11 +89,10 @@ def share(rounds: int, feedback: str) -> Figures:
     prefill: dict[int, list[float]] = {1: [], 2: []}
     texts: dict[int, list[str]] = {}
     with ExitStack() as stacks:
-        config = f'[pipeline]\nfeedback = "{feedback}"\n'
-        clients = {
-            stages: stacks.enter_context(running(1, "--pipeline-stages", str(stages), config=config))
-            for stages in decode
-        }
+        clients = {}
+        for stages in decode:
+            config = f'[pipeline]\nfeedback = "{feedback}"\n' if stages > 1 else ""
+            clients[stages] = stacks.enter_context(running(1, "--pipeline-stages", str(stages), config=config))
         for stages, client in clients.items():
             texts[stages] = [ask(client, prompt, 24)[0].final_text for prompt in PROMPTS]
         for number in range(rounds):
