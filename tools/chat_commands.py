@@ -103,5 +103,8 @@ def plan(run: OrchestratorRun | None) -> str:
         layers = stage.get("layer_range") or {}
         end = layers.get("end_exclusive")
         held = f"layers {layers.get('start')} to {end - 1}" if isinstance(end, int) else "all layers"
-        lines.append(f"worker {stage.get('node_id')}: stage {stage.get('stage_index')}, {held}\n")
+        price = run.workers.get(stage.get("node_id", 0), "")
+        lines.append(
+            f"worker {stage.get('node_id')}: stage {stage.get('stage_index')}, {held}{', ' * bool(price)}{price}\n"
+        )
     return "".join(lines) or "no plan yet\n"

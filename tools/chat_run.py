@@ -94,7 +94,7 @@ class OrchestratorRun:
     def __init__(self, arguments: list[str], config: Path | None, on_step: Callable[[dict[str, Any]], None]) -> None:
         self.addr = ""
         self.workers: dict[int, str] = {}
-        """node id → what is known of it."""
+        """node id → what it costs, "" where nothing is charged."""
         self.stages: list[dict[str, Any]] = []
         self.stopped: list[str] = []
         """What the provider said that it stopped."""
@@ -146,7 +146,8 @@ class OrchestratorRun:
         content, detail = entry.content, entry.detail
         step = (content.get("phase"), content.get("status"))
         if step == ("provider_start", "ready"):
-            self.workers[int(content.get("node_id", 0))] = str(detail.get("handle", ""))
+            price = detail.get("dph_total")
+            self.workers[int(content.get("node_id", 0))] = f"${price:.3f} an hour" if isinstance(price, float) else ""
         elif step == ("stage_provision", "started") and isinstance(detail.get("stages"), list):
             self.stages = [stage for stage in detail["stages"] if isinstance(stage, dict)]
         if not self._ready.is_set():

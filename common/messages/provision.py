@@ -70,7 +70,10 @@ class StartNode(Message, frozen=True, kw_only=True, tag=63):
 
 
 class NodeStarted(Message, frozen=True, kw_only=True, tag=64):
-    """Provisioner → orchestrator: the worker runs; the guard owns `handle` from now on. node_key: its bus identity."""
+    """Provisioner → orchestrator: the worker runs; the guard owns `handle` from now on. node_key: its bus identity.
+
+    dph_total: US dollars an hour, as its contract says, 0 where nothing is charged.
+    """
 
     FROM: ClassVar[frozenset[Role]] = _PROVISIONER
     node_id: U64
@@ -78,6 +81,7 @@ class NodeStarted(Message, frozen=True, kw_only=True, tag=64):
     handle: str
     node_key: bytes
     attempt: U32 = 0
+    dph_total: float = 0.0
 
 
 class NodeFailed(Message, frozen=True, kw_only=True, tag=65):

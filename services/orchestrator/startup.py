@@ -158,7 +158,9 @@ class StartUp(Readiness):
             return
         worker.node_key = msg.node_key
         ctx.send(self.actor_address, ExpectNode(msg.node_id, msg.stage_index, msg.node_key))
-        detail = {"provider": self.provider, "stage_index": msg.stage_index, "handle": msg.handle}
+        detail: dict[str, Any] = {"provider": self.provider, "stage_index": msg.stage_index, "handle": msg.handle}
+        if msg.dph_total:
+            detail["dph_total"] = msg.dph_total
         self.record(ctx, "provider_start", "ready", detail, msg.node_id)
         self.progress(ctx)
         if all(worker.node_key for worker in self.workers.values()):

@@ -355,6 +355,7 @@ class ProvisionerActor(Replacing):
             handle=node.handle.id,
             node_key=node.minted.public_key,
             attempt=node.spec.attempt,
+            dph_total=float(node.handle.facts.get("price") or 0),
         )
         ctx.send(self._run.owner, started)
 

@@ -162,6 +162,7 @@ def rented(market: FakeVast, tmp_path: Path) -> Iterator[Rented]:
 def test_a_rented_machine_answers_through_the_tunnel_and_is_given_back(rented: Rented, market: FakeVast) -> None:
     market.foreign(30)
     addr = rented.wait("prompt_rpc")["detail"]["addr"]
+    assert rented.wait("provider_start")["detail"]["dph_total"] == 0.3, "what it costs is on record"
     with contextlib.closing(PromptClient.connect(addr, wait_s=5)) as client:
         done = client.complete("What is the capital of France? One word.", max_tokens=12)
     assert "Paris" in done.final_text
