@@ -135,6 +135,15 @@ class Broker:
         if (key := self._key_of.pop((plane, conn), None)) is not None:
             self._conn_of.pop((plane, key), None)
 
+    def _may_leave(self, plane: Plane, peer: bytes, header: Header) -> bool:
+        """A node's last word may come behind the news that its connection is no more, which has unbound it."""
+        same = header.src_node == peer and header.src_boot == self._boot_of.get(peer)
+        return same and (plane, peer) not in self._conn_of
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a node has said Hello, and nothing has ended it since."""
+        return key in self._boot_of
+
     def _goodbye(self, plane: Plane, key: bytes, now_ms: int) -> None:
         """One a plane: what the node said on the others before it left may still be on its way."""
         if plane is not Plane.CONTROL:
@@ -201,6 +210,9 @@ class Broker:
             peer = key()
             if header.tag == HELLO:
                 return self._hello(plane, conn, peer, data, now_ms)
+            if header.tag == GOODBYE and self._may_leave(plane, peer, header):
+                self._goodbye(plane, peer, now_ms)
+                return None, "local"
             if self.admits(peer):
                 self._reply(conn, plane, peer, Reintroduce(), header.id)
             return None, "reintroduce"

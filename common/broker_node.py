@@ -79,6 +79,7 @@ class BrokerNode:
         self.touched = True
         """Whether something came for this broker's own node or actor, not only for forwarding."""
         self._next_tick_ms = 0
+        self._gone: list[bytes] = []
         self._make_actor = make_actor
         self.actor = b""
 
@@ -149,10 +150,16 @@ class BrokerNode:
             self.node.deliver(self.actor, event)
             if isinstance(event, NodeGone) and event.reason != "silent":
                 self.node.forget(event.key)
+                self._gone.append(event.key)
         self.touched = self.touched or bool(self.broker.out)
 
     def transmit(self, now_ms: int, wall_ms: int) -> None:
         """The node's frames, the broker's own replies, then the uplink's pings."""
+        # Of several that leave at once the actor tells each of the others' end before it hears of its own.
+        gone, self._gone = self._gone, []
+        for key in gone:
+            if not self.broker.knows(key):
+                self.node.forget(key)
         for _ in range(2):
             frames = self.node.take_frames()
             for plane, frame in frames:

@@ -317,6 +317,21 @@ def test_goodbye_ends_a_node_at_once_and_lets_its_last_words_through() -> None:
     assert len(broker.events) == 1
 
 
+def test_a_goodbye_behind_the_news_that_its_connection_is_gone_counts() -> None:
+    """A send to it failed first; its routes would stay for as long as it is only silent."""
+    broker = router()
+    bind(broker, AGENT)
+    broker.events.clear()
+    broker.lost(C, b"a")
+    assert give(broker, b"a", frame(Goodbye(), AGENT, ROUTER, seq=0), of=AGENT, plane=C) == (None, "local")
+    assert [type(event) for event in broker.events] == [NodeGone] and not broker.knows(AGENT)
+    # A connection that it has replaced says nothing about it.
+    bind(broker, AGENT)
+    broker.events.clear()
+    give(broker, b"old", frame(Goodbye(), AGENT, ROUTER, seq=0), of=AGENT, plane=C)
+    assert broker.events == [] and broker.knows(AGENT)
+
+
 def test_what_said_goodbye_on_one_plane_only_is_forgotten_soon() -> None:
     broker = router()
     bind(broker, AGENT)
