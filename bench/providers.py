@@ -171,7 +171,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def faults(every: int) -> dict[str, object]:
-    """The provisioner hurt at each of its steps (tests/campaign): cases, and after how many of them a thing was left."""
+    """The provisioner hurt at each of its steps (tests/campaign): cases, and in how many a thing was left."""
     if why := no_machines() or why_not():
         return dict.fromkeys(("fault_cases", "leaked")) | {"fault_cases_why": why, "leaked_why": why}
     played = play_campaign(cases()[::every], say=False)
