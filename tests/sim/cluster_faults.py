@@ -231,9 +231,11 @@ def _half_open(cluster: Cluster, fault: FaultAt) -> None:
 
 
 def _nat_lost(cluster: Cluster, fault: FaultAt) -> None:
-    """Both ends take the connection for standing: the application's ping has to find out."""
-    if (connection := _connection(cluster, fault.a)) is not None:
-        cluster.world.cut(connection, door_notices_ms=FOR_EVER_MS, silently_ms=FOR_EVER_MS)
+    """A process's connections are gone and both ends take them for standing: the application's ping has to find out."""
+    diallers = cluster.world.diallers()
+    for _, connection in sorted(diallers[int(fault.a * len(diallers))].connections.items()):
+        if connection.established and not connection.cut:
+            cluster.world.cut(connection, door_notices_ms=FOR_EVER_MS, silently_ms=FOR_EVER_MS)
 
 
 def _freeze(cluster: Cluster, fault: FaultAt, low: int = 50, high: int = 2500) -> None:
