@@ -57,7 +57,7 @@ class DeepWatch:
             asked = (provision.run_id, provision.node_id, provision.stage_index)
             if asked != (mine.run_id, mine.node_id, mine.stage_index):
                 raise Violation(f"{worker.host.name} took a provision for {asked}")
-        is_current = self.cluster.address(Role.ORCHESTRATOR) == mine.orchestrator
+        is_current = self.cluster.started and self.cluster.run.actor_address == mine.orchestrator
         if is_current:
             phase = self.cluster.run.phase
             if agent.core.stopping_run is not None and phase not in CLOSING:
