@@ -17,7 +17,7 @@ from common.door import free_ports
 from tests.docker.swarm_engines import GATEWAY, TestSwarm
 from tests.docker.test_docker_run import Run
 from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, assert_right
-from tools.prompt_client import PromptClient
+from tools.prompt_client import PromptClient, PromptClientError
 
 TWO_STAGES = ("--pipeline-stages", "2")
 
@@ -94,3 +94,44 @@ def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: 
     assert len(swarm.left()[0]) == 1, "the first one's is still there"
     assert following.stop() == 0
     assert swarm.left() == ([], [])
+
+
+@pytest.mark.spec("S1 4.6", "S1 9.15", "S1 9.16")
+def test_a_run_goes_on_elsewhere_and_the_node_that_comes_back_is_no_part_of_it(start: Any, swarm: TestSwarm) -> None:
+    """Opt-in. The cut-off worker runs on out there: its key is worthless, and its newer incarnation has its place."""
+    run = start(args=TWO_STAGES, runtime='on_worker_loss = "restart"')
+    addr = run.ready()
+    with contextlib.closing(PromptClient.connect(addr, wait_s=5, read_timeout_s=120)) as client:
+        first = client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text
+    swarm.cut(off=True)
+    try:
+        until = time.monotonic() + 180
+        while sorted(swarm.workers()).count("node1 running") < 2:
+            assert run.process.poll() is None, run.error()
+            assert time.monotonic() < until, swarm.workers()
+            time.sleep(0.5)
+        assert "node2 running" in swarm.workers(), "the stale one lives on, cut off"
+        assert _answers(addr) == first
+    finally:
+        swarm.cut(off=False)
+    swarm.wait_nodes("ready", "ready")
+    assert _answers(addr) == first, "it came back and changed nothing"
+    until = time.monotonic() + 60
+    while [item for item in swarm.workers() if item.startswith("node2")]:
+        assert time.monotonic() < until, "the swarm did not end the stale one"
+        time.sleep(0.5)
+    assert _answers(addr) == first
+    assert run.stop() == 0, run.error()
+    assert swarm.workers() == [] and swarm.left() == ([], [])
+
+
+def _answers(addr: str) -> str:
+    """An answer, as soon as the run gives one again."""
+    until = time.monotonic() + 180
+    while True:
+        try:
+            with contextlib.closing(PromptClient.connect(addr, wait_s=5, read_timeout_s=120)) as client:
+                return client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text
+        except PromptClientError:
+            assert time.monotonic() < until
+            time.sleep(1)
