@@ -278,6 +278,8 @@ class GatewayActor(ServiceActor):
             error = f"the prompt RPC is {'stopping' if self._exiting else f'still {self.state}{run}'}"
         elif msg.mode not in MODES:
             error = f"prompt mode '{msg.mode}' has no prompt runtime in this build; it has: {', '.join(sorted(MODES))}"
+        elif msg.mode == "pipeline" and self.edges.failed:
+            error = self.edges.failed  # the word of it may have been lost with the bus
         else:
             try:
                 where = checked_bind(self.config.rpc_bind, allow_remote=self.config.allow_remote)
@@ -323,6 +325,8 @@ class GatewayActor(ServiceActor):
         self.loop.members_changed(ctx)
         if self._suspension is not None:
             self.loop.suspend(self._suspension, ctx)
+        if self._run.mode == "pipeline" and self.edges.failed:
+            self.loop.broken(self.edges.failed, ctx)
         ctx.send(self._opener, PromptRpcReady(addr=join_addr(*self._bind)))
 
     def _restore(self, run: OpenPromptRpc, ctx: Ctx) -> None:

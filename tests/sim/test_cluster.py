@@ -171,6 +171,13 @@ def test_frames_are_not_sent_to_a_collector_that_only_old_routes_name() -> None:
         play(plan(*faults, light=False, stages=2, hwm=50, seed=seed, clients=[]))
 
 
+def test_a_token_edge_that_failed_while_the_bus_was_down_does_not_open_for_prompts() -> None:
+    """The gateway said once that token-in had failed, on a bus that was down; then it opened, and prompts hung."""
+    faults = [FaultAt(1523, "gateway_apart", 0.65, 0.66), FaultAt(1895, "edge_blocked", 0.61, 0.021)]
+    outcome = play(plan(*faults, light=False, stages=3, seed=497, clients=[]))
+    assert len(outcome.ended) == 1
+
+
 def test_another_run_takes_the_prompt_rpc_over() -> None:
     """An orchestrator was killed: the next one had to wait for the first one's lease, or failed at its very end."""
     outcome = play(plan(FaultAt(6000, "crash_orchestrator", 0.3, 0.1), light=False, embedded=False, second_run=True))
