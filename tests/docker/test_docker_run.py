@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def start(engine: TestEngine, worker_image: str, tmp_path: Path) -> Iterator[Any
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.process.wait(30)
             run.process.kill()
+        shutil.rmtree(run.run_dir, ignore_errors=True)  # one that was killed leaves it
     for found in engine.containers():
         engine.client().remove_container(found["Id"], force=True, v=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +117,4 @@ def _end(run: Run) -> None:
     if run.process.poll() is None:
         run.process.kill()
         run.process.wait()
+    shutil.rmtree(run.run_dir, ignore_errors=True)

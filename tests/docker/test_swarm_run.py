@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -40,6 +41,7 @@ def start(swarm: TestSwarm, worker_image: str, tmp_path: Path) -> Iterator[Any]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.process.wait(30)
             run.process.kill()
+        shutil.rmtree(run.run_dir, ignore_errors=True)  # one that was killed leaves it
     swarm.clear()
 
 
