@@ -19,6 +19,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -120,6 +121,7 @@ def _find_library_but_llvm(name: str, *places: Any) -> Any:
 
 DLL.findlib = staticmethod(_find_library_but_llvm)
 
+from tinygrad.runtime import ops_cpu  # noqa: E402
 from tinygrad.runtime.support import compiler_cpu  # noqa: E402
 from tinygrad.runtime.support.elf import jit_loader  # noqa: E402
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
@@ -153,6 +155,17 @@ if _OBJECTS:  # its CPU device compiles programs of its own, whatever renderer i
     compiler_cpu.ClangCompiler.compile = _compile_to_object
 elif os.environ["DEV"] in ("CPU", "CPU:CLANG"):
     compiler_cpu.ClangJITCompiler.compile_to_obj = _compile_to_object
+
+
+def _wait_unless_own_thread(self: Any, timeout: int | None = None) -> None:
+    """The garbage collector may run on the device's own thread; a buffer freed there waited for that very thread."""
+    if not isinstance(threading.current_thread(), ops_cpu.CPUWorker):
+        _wait(self, timeout)
+
+
+if not _OBJECTS:  # later its threads run no Python
+    _wait = ops_cpu.CPUDevice.synchronize
+    ops_cpu.CPUDevice.synchronize = _wait_unless_own_thread
 
 
 def device_name() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -202,3 +204,23 @@ def test_the_backend_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     engine = Engine.load(tmp_path / "m.gguf", max_context=32, threads=1)
     assert engine.model.backend.startswith(backend)
     engine.close()
+
+
+OPEN_AND_CLOSE = """
+import sys
+from pathlib import Path
+from tests.unit.engine.test_cpu_model import load
+from worker.engine.cpu_native import load_kernels
+kernels = load_kernels()
+for _ in range(100):
+    model = load(Path(sys.argv[1]), kernels, threads=4)
+    model.logits([5], 0)
+    model.close()
+"""
+
+
+def test_helpers_go_home_whenever_they_are_sent(tmp_path: Path) -> None:
+    """Right after a step, while one is late; and a buffer may be collected on the device's own thread meanwhile."""
+    write_model(tmp_path / "m.gguf", TinySpec(layers=1, kind="Q8_0"))
+    command = [sys.executable, "-c", OPEN_AND_CLOSE, str(tmp_path / "m.gguf")]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[3])

@@ -38,8 +38,9 @@ NI void helper(Control* c, int tid) {
   i32 seen = 0;
   for (;;) {
     signal_wait(&c->step, seen, STEP_SPINS);
-    if (__atomic_load_n(&c->exit, __ATOMIC_ACQUIRE)) return;
+    // In this order: the number that says "go home" is no step, and nobody would ever open its phases.
     seen = __atomic_load_n(&c->step.value, __ATOMIC_ACQUIRE);  // a helper that is not needed may lag behind
+    if (__atomic_load_n(&c->exit, __ATOMIC_ACQUIRE)) return;
     if (tid < c->threads) run_step(c, tid, (u32)seen);
   }
 }
