@@ -68,7 +68,13 @@ class BrokerHost(BaseHost):
             raise SecurityError(f"this is the bus file of {bus_file.role}, not of {role}")
         key = bus_file.keys.public
         identity = Identity(key, role, new_boot(), bus_file.logical_id)
-        admitted = {peer: Admission(peer_role, logical_id=peer_role) for peer, peer_role in bus_file.allow.items()}
+        # Whom the file of a relay with one operator lets in is that operator's.
+        routers = [peer for peer, peer_role in bus_file.allow.items() if peer_role is Role.ROUTER]
+        operator = routers[0] if len(routers) == 1 and role is not Role.ROUTER else b""
+        admitted = {
+            peer: Admission(peer_role, logical_id=peer_role, operator=operator)
+            for peer, peer_role in bus_file.allow.items()
+        }
         self.broker = Broker(key, identity.boot, role, admitted)
         self._ports = _Ports()
         self.pure = BrokerNode(
