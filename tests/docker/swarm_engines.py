@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import docker.errors
+
 from tests.docker.engine import CACHE, EngineError, TestEngine
 
 HUB, LINK, LINK_NET = "smqswhub", "smqswarm0", "10.219.72.1/24"
@@ -92,6 +94,14 @@ class TestSwarm:
         while self.workers() and time.monotonic() < until:
             time.sleep(0.2)
 
+    def wait_gone(self) -> None:
+        """Until no container is left on either node. Raises EngineError."""
+        until = time.monotonic() + DOWN_S
+        while left := [item["Names"] for engine in self.engines for item in engine.client().containers(all=True)]:
+            if time.monotonic() > until:
+                raise EngineError(f"containers are left in the swarm: {left}")
+            time.sleep(0.2)
+
     def workers(self) -> list[str]:
         """Containers of workers, on both nodes, as "node1 running"."""
         found = []
@@ -129,6 +139,20 @@ class TestSwarm:
     def raw_nodes(self) -> list[dict[str, Any]]:
         """What the manager says of its nodes."""
         return list(self.manager.client().nodes())
+
+    def set_availability(self, address: str, wanted: str) -> None:
+        """Of the node with that address: "active", or "drain" for one that takes nothing. Raises EngineError."""
+        until = time.monotonic() + DOWN_S
+        while True:
+            node = next(node for node in self.raw_nodes() if node["Status"]["Addr"] == address)
+            try:
+                spec = node["Spec"] | {"Availability": wanted}
+                self.manager.client().update_node(node["ID"], node["Version"]["Index"], spec)
+                return
+            except docker.errors.APIError as error:
+                # Its version has moved on between the look and the update.
+                if "out of sequence" not in str(error) or time.monotonic() > until:
+                    raise EngineError(f"the node {address} cannot be made {wanted}: {error}") from None
 
     def wait_nodes(self, *states: str) -> None:
         """Until the nodes have these states. Raises EngineError."""

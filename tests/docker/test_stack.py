@@ -34,19 +34,20 @@ def deployed(swarm: TestSwarm, engine: TestEngine, worker_image: str) -> Iterato
         "SMQ_SERVICES_IMAGE": api.inspect_image(SERVICES_IMAGE)["Id"],
         "SMQ_WORKER_IMAGE": api.inspect_image(worker_image)["Id"],
     }
-    # Both engines of the test are on one machine and so have one host name: node 2 takes nothing.
-    second = next(node for node in swarm.raw_nodes() if node["Status"]["Addr"] == NODES[1][1])
-    spec = second["Spec"] | {"Availability": "drain"}
-    api.update_node(second["ID"], second["Version"]["Index"], spec)
     file = str(ROOT / "compose" / "docker-stack.yml")
-    command = ["docker", "stack", "deploy", "--resolve-image", "never", "-c", file, "smqtest"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    yield swarm
-    subprocess.run(["docker", "stack", "rm", "smqtest"], env=environment, capture_output=True, timeout=120, check=False)
-    swarm.clear()
-    second = next(node for node in swarm.raw_nodes() if node["Status"]["Addr"] == NODES[1][1])
-    api.update_node(second["ID"], second["Version"]["Index"], second["Spec"] | {"Availability": "active"})
+    deploy = ["docker", "stack", "deploy", "--resolve-image", "never", "-c", file, "smqtest"]
+    remove = ["docker", "stack", "rm", "smqtest"]
+    # Both engines of the test are on one machine and so have one host name: node 2 takes nothing.
+    swarm.set_availability(NODES[1][1], "drain")
+    try:
+        done = subprocess.run(deploy, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        yield swarm
+    finally:
+        subprocess.run(remove, env=environment, capture_output=True, timeout=120, check=False)
+        swarm.clear()
+        swarm.wait_gone()
+        swarm.set_availability(NODES[1][1], "active")
 
 
 def on_node(*command: str) -> subprocess.CompletedProcess[str]:
