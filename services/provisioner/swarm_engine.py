@@ -18,6 +18,8 @@ LOG_SILENCE_S = 5  # a followed log of a task that has ended does not end by its
 ENDED = frozenset({"complete", "failed", "shutdown", "rejected", "remove", "orphaned"})
 """Task states after which nothing runs any more."""
 
+PROGRAM_ENDED = "non-zero exit"  # how the swarm words the failure of a program that was started
+
 
 class SwarmEngine(Engine):
     """An engine that is asked for services instead of containers."""
@@ -102,7 +104,11 @@ def is_over(task: dict[str, Any]) -> bool:
 
 def has_begun(task: dict[str, Any]) -> bool:
     """Whether its program runs or has run."""
-    return bool((task["Status"].get("ContainerStatus") or {}).get("PID"))
+    status = task["Status"]
+    if status["State"] in ("running", "complete") or (status.get("ContainerStatus") or {}).get("PID"):
+        return True
+    # A program that ends at once is never seen with a PID.
+    return status["State"] == "failed" and PROGRAM_ENDED in str(status.get("Err"))
 
 
 def trouble(task: dict[str, Any]) -> str:

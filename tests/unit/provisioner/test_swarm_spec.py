@@ -105,3 +105,9 @@ def test_states_of_a_task() -> None:
     assert is_over({"Status": {"State": "failed"}}) and not is_over({"Status": {"State": "running"}})
     assert has_begun({"Status": {"State": "running", "ContainerStatus": {"PID": 7}}})
     assert not has_begun({"Status": {"State": "preparing", "ContainerStatus": None}})
+    # Programs that ended before anybody looked have no PID any more.
+    assert has_begun({"Status": {"State": "complete", "ContainerStatus": {"ContainerID": "7"}}})
+    ran = {"State": "failed", "Err": "task: non-zero exit (3)", "ContainerStatus": {"ContainerID": "7", "ExitCode": 3}}
+    assert has_begun({"Status": ran})
+    assert not has_begun({"Status": ran | {"Err": "starting container failed: OCI runtime create failed"}})
+    assert not has_begun({"Status": {"State": "rejected", "Err": "No such image: sha256:0"}})
