@@ -359,9 +359,11 @@ class Node:
                 self.resets.append(effect.plane)
             else:
                 self._link_up(effect)
-        was, self.views.link_up = self.views.link_up, self.link.up
-        if was != self.link.up:
-            if was:
+        was_up, were = self.views.link_up, (self.views.link_up, self.views.prompt_link_up)
+        now = self.link.up, self.link.up and self.link.is_up(Plane.PROMPT)
+        if were != now:
+            self.views.link_up, self.views.prompt_link_up = now
+            if was_up and not self.link.up:
                 self.views.routes.current = False
             self._view_changed("paths")
 

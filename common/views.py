@@ -157,6 +157,8 @@ class Views:
     names: Replica = field(default_factory=lambda: Replica("names"))
     link_up: bool = False
     """Whether this node's own door broker answers; a SWIM clock pauses while not."""
+    prompt_link_up: bool = False
+    """Whether it answers on the prompt plane, too: after a break the planes come back one by one."""
 
     def by_name(self, view: str) -> Replica:
         """The replica of a view name. Raises KeyError for an unknown one."""

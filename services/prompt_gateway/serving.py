@@ -333,7 +333,7 @@ class ServingLoop:
     def _pump(self, ctx: Ctx) -> None:
         """Dispatch the next prompt if the slot is free, then tell those who wait where they stand. While this node is
         cut off from the bus, prompts wait: a send that fails would end the run (S1 10.10)."""
-        may = ctx.views.link_up and not (self.is_blocked or self.failed or self._stopped)
+        may = ctx.views.prompt_link_up and not (self.is_blocked or self.failed or self._stopped)
         if self.active is None and may and (work := self.queue.pop()):
             self.active = ActivePrompt(work)
             self._tell_orchestrator(work, ctx)

@@ -18,7 +18,7 @@ class Harness:
     def __init__(self, actor: Actor, *, name: str = "", seed: int = 1, node: bytes = NODE, boot: int = 7) -> None:
         self._count = 0
         self.views = Views()
-        self.views.link_up = True
+        self.views.link_up = self.views.prompt_link_up = True
         self.system = ActorSystem(
             node=node,
             boot=boot,

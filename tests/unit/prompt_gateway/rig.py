@@ -118,7 +118,7 @@ class Rig:
         self.tell(ViewChanged("members"))
 
     def link(self, *, up: bool) -> None:
-        self.h.views.link_up = up
+        self.h.views.link_up = self.h.views.prompt_link_up = up
         self.tell(ViewChanged("paths"))
 
     # --- a client -----------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Stack:
             node=b"n" * 32,
             boot=1,
             rng=random.Random(1),
-            views=Views(link_up=True),
+            views=Views(link_up=True, prompt_link_up=True),
             new_address=lambda: secrets.token_bytes(32),
             validate=True,
         )
