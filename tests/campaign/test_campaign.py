@@ -36,4 +36,4 @@ def test_the_table_is_whole() -> None:
         assert {case.event for case in mine} >= {"kill", "gone", "term", "stop"}
         assert {case.wrong for case in mine} == {"", *WRONGS[provider]}
         assert not [case for case in mine if case.event == "stop" and case.point in STOPPING]
-    assert {case.provider for case in sample()} == {"process", "external", "vastai"} and len(sample()) == 20
+    assert {case.provider for case in sample()} == {"process", "external", "vastai"} and len(sample()) == 12

@@ -17,7 +17,7 @@ from tests.e2e.kill_cell import Outcome, play
 from tests.kill_matrix import MATRIX, Cell, cells
 
 SEED = int(os.environ.get("SMQ_KILL_MATRIX_SEED", "2"))
-STOPS = 3
+STOPS = 2
 AT_A_TIME = 2
 
 
