@@ -115,6 +115,15 @@ class Run:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children]
 
+    def kill_everything(self) -> None:
+        """SIGKILL to it and its services, as one: all are halted first, or one would see another die and clean up."""
+        everything = [self.process.pid, *self.pids()]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in everything:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self.process.wait()
+
 
 @pytest.fixture
 def start(engine: TestEngine, worker_image: str, tmp_path: Path) -> Iterator[Any]:
@@ -173,10 +182,7 @@ def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: 
     killed.wait("provider_start")
     other = start(state="other")
     other.ready()
-    victims = [killed.process.pid, *killed.pids()]
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    killed.process.wait()
+    killed.kill_everything()
     before = {found["Id"] for found in engine.containers()}
     assert len(before) == 2
     following = start()
@@ -210,14 +216,12 @@ def test_a_worker_whose_lease_is_lost_stops_itself(start: Any, engine: TestEngin
     run = start()
     run.ready()
     (container,) = engine.containers()
-    for pid in [run.process.pid, *run.pids()]:
-        os.kill(pid, signal.SIGKILL)
-    run.process.wait()
+    run.kill_everything()
     began = time.monotonic()
     while engine.client().inspect_container(container["Id"])["State"]["Running"]:
         assert time.monotonic() - began < LEASE_TTL_MS / 1000 + 30, "it runs on without an orchestrator"
         time.sleep(0.5)
     state = engine.client().inspect_container(container["Id"])["State"]
     said = engine.client().logs(container["Id"]).decode()
-    assert state["ExitCode"] == 1 and not state["OOMKilled"], state
+    assert state["ExitCode"] == 1 and not state["OOMKilled"], f"{state}: {said[-2000:]}"
     assert "no lease from the orchestrator any more" in said and "stops itself" in said, said

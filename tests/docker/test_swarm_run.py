@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
@@ -86,10 +85,7 @@ def test_a_node_that_dies_ends_the_request_with_a_fault_and_the_run_with_one_lin
 def test_after_a_kill_of_everything_the_next_start_removes_what_was_left(start: Any, swarm: TestSwarm) -> None:
     killed = start()
     killed.ready()
-    for pid in [killed.process.pid, *killed.pids()]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    killed.process.wait()
+    killed.kill_everything()
     assert len(swarm.left()[0]) == 1
     following = start()
     following.ready()
