@@ -133,10 +133,12 @@ class TestEngine:
             api.remove_volume(volume["Name"], force=True)
 
     def close(self) -> None:
-        """No container, process, interface or lock is left."""
+        """No container, process, interface, mount or lock is left."""
         with contextlib.suppress(Exception):
             self.clear()
         self.end()
+        # A dockerd that finds its data mounted on itself, because the one before it was killed, leaves it so.
+        subprocess.run(["umount", str(self.data / "data")], stderr=subprocess.DEVNULL, check=False)
         if not self.network:
             subprocess.run(["ip", "link", "del", BRIDGE], stderr=subprocess.DEVNULL, check=False)
         self._lock.close()
