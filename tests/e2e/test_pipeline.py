@@ -261,9 +261,12 @@ def test_float16_rows_halve_the_activation_edges_and_still_answer() -> None:
         plan = stack.archive.one("run_plan", "ready").detail
         row_bytes = 2 * plan["hidden_dim"]
         assert plan["edges"][1]["data_capacity"] == 40 + plan["max_seq_len"] * row_bytes
-        moved = [r.body["detail"] for r in stack.archive.records() if r.channel == "mvp.node.edge"]
-        activations = [detail for detail in moved if detail["edge_id"] == 2]
-        assert activations, "the rows went over edge 2"
+
+        def activations() -> list[dict[str, object]]:
+            moved = [r.body["detail"] for r in stack.archive.records() if r.channel == "mvp.node.edge"]
+            return [detail for detail in moved if detail["edge_id"] == 2]
+
+        wait_for("the record of edge 2, made once a second", activations, 30)
         stack.say("stop\n")
         stack.assert_stopped("stdin")
 
