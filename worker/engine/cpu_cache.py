@@ -137,11 +137,11 @@ def _cached(path: Path, plan: StagePlan, threads: int, progress: Progress) -> Ar
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 memory = mmap.mmap(file.fileno(), HEAD_BYTES + plan.nbytes, flags, mmap.PROT_READ)
                 arena = Arena(memory, HEAD_BYTES, plan.nbytes, "cache")
+                progress("tensors", plan.source_bytes, plan.source_bytes)
     except OSError:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    progress("tensors", plan.source_bytes, plan.source_bytes)
     return arena
 
 
