@@ -78,7 +78,8 @@ def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEng
     port, http, dashboard, metrics = ports
     run("up", "-d", "--no-build")
     assert "Paris" in ask(port, run, "What is the capital of France? One word.")
-    question = {"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    asked = {"role": "user", "content": "What is the capital of France? One word."}
+    question = {"model": "default", "messages": [asked], "temperature": 0}  # OpenAI's default is 1
     answer = httpx.post(f"http://127.0.0.1:{http}/v1/chat/completions", json=question | {"max_tokens": 12}, timeout=120)
     assert "Paris" in answer.json()["choices"][0]["message"]["content"], answer.text
     assert "swactor" in httpx.get(f"http://127.0.0.1:{dashboard}/").text
