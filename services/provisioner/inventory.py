@@ -91,6 +91,8 @@ class Stock:
     foreign: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    all_ledgers_read: bool = True
+    """Else a listed worker may be in the one that was not, and nobody may be called an orphan."""
 
 
 @dataclass(slots=True)
@@ -145,6 +147,7 @@ def take_stock(providers: Providers, names: Iterable[str] | None = None) -> Stoc
             entries += open_entries(folder)
         except LedgerError as error:
             stock.problems.append(str(error))
+            stock.all_ledgers_read = False
     named = {entry.intent.id for entry in entries}
     for entry in entries:
         if entry.intent.provider not in wanted:
@@ -186,8 +189,7 @@ def clear(providers: Providers, names: Iterable[str] | None = None) -> Cleared:
         result.settled += done.settled
         result.problems += done.problems
     orphans = []
-    unreadable = any(problem.startswith("cannot read the ledger") for problem in stock.problems)
-    for item in stock.owned if not unreadable else []:
+    for item in stock.owned if stock.all_ledgers_read else []:
         if item.entry is not None:
             continue
         left = LeftBehind(item.id, item.provider, "", 0, processes.boot_id())

@@ -13,6 +13,11 @@ from services.provisioner.docker_engine import CALL_LIMIT_S, Engine, Missing, ex
 from services.provisioner.plugin import ProviderError
 from services.provisioner.swarm_spec import GPU_RESOURCE
 
+
+class NoManager(ProviderError):
+    """The engine answers, but it manages no swarm: nothing of ours can be there."""
+
+
 LOG_SILENCE_S = 5  # a followed log of a task that has ended does not end by itself
 
 ENDED = frozenset({"complete", "failed", "shutdown", "rejected", "remove", "orphaned"})
@@ -25,7 +30,8 @@ class SwarmEngine(Engine):
     """An engine that is asked for services instead of containers."""
 
     def swarm_id(self) -> str:
-        """Which swarm this is a manager of; service ids of another one mean nothing here. Raises ProviderError."""
+        """Which swarm this is a manager of; service ids of another one mean nothing here. Raises NoManager, or
+        ProviderError."""
         with self.sentences("ask the Docker engine for its swarm"):
             found = self.api().info().get("Swarm") or {}
         state = str(found.get("LocalNodeState") or "inactive")
@@ -33,13 +39,13 @@ class SwarmEngine(Engine):
             raise ProviderError("this manager's swarm is locked; run `docker swarm unlock`")
         if state != "active":
             detail = f" ({found['Error']})" if found.get("Error") else ""
-            raise ProviderError(
+            raise NoManager(
                 f"the Docker engine is not part of a swarm{detail}; run `docker swarm init` here, and on every other "
                 "machine the `docker swarm join` that it prints"
             )
         if not found.get("ControlAvailable"):
             managers = ", ".join(str(manager.get("Addr")) for manager in found.get("RemoteManagers") or [])
-            raise ProviderError(
+            raise NoManager(
                 "the Docker engine is a worker of its swarm, and only a manager can start services; set DOCKER_HOST to "
                 f"a manager{f' ({managers})' if managers else ''}, or run `docker node promote` there"
             )

@@ -29,7 +29,7 @@ from services.provisioner.plugin import (
     ProviderLine,
     Sink,
 )
-from services.provisioner.swarm_engine import SwarmEngine, has_begun, is_over, trouble
+from services.provisioner.swarm_engine import NoManager, SwarmEngine, has_begun, is_over, trouble
 from services.provisioner.swarm_spec import (
     gpu_count,
     image_reference,
@@ -202,12 +202,12 @@ class SwarmProvider:
         """Services and secrets with the fleet's label. Raises NotHere without an engine that manages a swarm."""
         try:
             self._engine.swarm_id()
-            kinds = {
-                "service": self._engine.services(f"{LABEL}=worker"),
-                "secret": self._engine.secrets(f"{LABEL}=worker"),
-            }
-        except ProviderError as error:
+        except (EngineGone, NoManager) as error:
             raise NotHere(str(error)) from None
+        kinds = {
+            "service": self._engine.services(f"{LABEL}=worker"),
+            "secret": self._engine.secrets(f"{LABEL}=worker"),
+        }
         owned, others = [], 0
         for kind, found in kinds.items():
             for item in found:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from common.messages.provision import NodeProvisionSpec, ProviderMount
-from services.provisioner.plugin import ProviderError
-from services.provisioner.swarm_engine import has_begun, is_over, trouble
+from services.provisioner.docker_engine import EngineGone
+from services.provisioner.plugin import NotHere, Owner, ProviderError
+from services.provisioner.swarm_engine import NoManager, has_begun, is_over, trouble
+from services.provisioner.swarm_provider import SwarmProvider
 from services.provisioner.swarm_spec import (
     gpu_count,
     image_reference,
@@ -111,3 +113,29 @@ def test_states_of_a_task() -> None:
     assert has_begun({"Status": ran})
     assert not has_begun({"Status": ran | {"Err": "starting container failed: OCI runtime create failed"}})
     assert not has_begun({"Status": {"State": "rejected", "Err": "No such image: sha256:0"}})
+
+
+@pytest.mark.spec("S1 9.16")
+def test_a_listing_that_cannot_be_read_is_no_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only without a swarm to ask is nothing owned there."""
+    provider = SwarmProvider("img", "none", "never", [], Owner("fleet"), {})
+
+    def raising(error: Exception) -> Any:
+        def call(*_: object) -> Any:
+            raise error
+
+        return call
+
+    for error in (EngineGone("no engine"), NoManager("no swarm")):
+        monkeypatch.setattr(provider._engine, "swarm_id", raising(error))
+        with pytest.raises(NotHere, match=str(error)):
+            provider.list_owned()
+    monkeypatch.setattr(provider._engine, "swarm_id", raising(ProviderError("the swarm is locked")))
+    with pytest.raises(ProviderError, match="locked") as caught:
+        provider.list_owned()
+    assert not isinstance(caught.value, NotHere)
+    monkeypatch.setattr(provider._engine, "swarm_id", lambda: "here")
+    monkeypatch.setattr(provider._engine, "services", raising(ProviderError("the swarm has no leader")))
+    with pytest.raises(ProviderError, match="no leader") as caught:
+        provider.list_owned()
+    assert not isinstance(caught.value, NotHere)
