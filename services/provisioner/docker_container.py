@@ -30,6 +30,21 @@ DRAIN_S = 5  # the last lines, after the container ended
 STOP_MARGIN_S = 10  # the engine's own time beside the grace
 
 
+def exit_status(code: int) -> int:
+    """The engine reports a death by signal n as 128 + n, here -n; a worker itself exits only with 0 or 1."""
+    return 128 - code if 128 < code < 128 + 65 else code
+
+
+def reason_of(status: int) -> str:
+    """How a program with this exit status ended; 126 and 127: the container's init could not execute it."""
+    if status in (126, 127):
+        return (
+            f"exited with status {status}: its image has no program {WORKER_PROGRAM} that can run; build it from "
+            "compose/Dockerfile.worker"
+        )
+    return processes.describe_status(status)
+
+
 class Container:
     """Follows a started container until its end, which it tells once, as the last observation."""
 
@@ -111,9 +126,7 @@ class Container:
             lost_at = 0.0
 
     def _ended(self, state: dict[str, Any], engine_died: bool) -> Exited:
-        code = int(state.get("ExitCode", 0))
-        # The engine reports a death by signal n as 128 + n; a worker itself exits only with 0 or 1.
-        status = 128 - code if 128 < code < 128 + 65 else code
+        status = exit_status(int(state.get("ExitCode", 0)))
         if state.get("OOMKilled"):
             reason = (
                 "was killed because its container ran out of memory; use a smaller model, more stages or a machine "
@@ -123,14 +136,8 @@ class Container:
             reason = "stopped"
         elif engine_died and status < 0:
             reason = "was killed while the Docker engine stopped"
-        elif status in (126, 127):
-            # The container's init could not execute it.
-            reason = (
-                f"exited with status {status}: its image has no program {WORKER_PROGRAM} that can run; build it from "
-                "compose/Dockerfile.worker"
-            )
         else:
-            reason = processes.describe_status(status)
+            reason = reason_of(status)
         if state.get("Error"):
             reason += f" ({state['Error']})"
         return Exited(status, reason)

@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from services.provisioner import processes
-from services.provisioner.docker_container import DRAIN_S, ENGINE_GONE_LIMIT_S, STOP_MARGIN_S
+from services.provisioner.docker_container import (
+    DRAIN_S,
+    ENGINE_GONE_LIMIT_S,
+    STOP_MARGIN_S,
+    exit_status,
+    reason_of,
+)
 from services.provisioner.docker_engine import Missing, refusal
 from services.provisioner.docker_logs import LogFollowers
-from services.provisioner.docker_spec import WORKER_PROGRAM
 from services.provisioner.plugin import Exited, Failed, ProviderError, ProviderLine, Sink
 from services.provisioner.swarm_engine import SwarmEngine, is_over
 
@@ -95,20 +99,13 @@ class Task:
         words = str(status.get("Err") or "")
         if status["State"] in ("rejected", "orphaned") or (words and not code and not self._stopping):
             return Failed(f"the swarm gave its task up: {refusal(words) or status['State']}")
-        # The engine reports a death by signal n as 128 + n; a worker itself exits only with 0 or 1.
-        exit_status = 128 - code if 128 < code < 128 + 65 else code
-        if self._stopping and exit_status < 0:
-            return Exited(exit_status, "stopped")
-        if exit_status in (126, 127):
-            return Exited(
-                exit_status,
-                f"exited with status {exit_status}: its image has no program {WORKER_PROGRAM} that can run; build it "
-                "from compose/Dockerfile.worker",
-            )
-        reason = processes.describe_status(exit_status)
-        if exit_status == -9:
+        ended = exit_status(code)
+        if self._stopping and ended < 0:
+            return Exited(ended, "stopped")
+        reason = reason_of(ended)
+        if ended == -9:
             reason += "; if nobody did that, its node ran out of memory"
-        return Exited(exit_status, reason)
+        return Exited(ended, reason)
 
     def _read(self, stream: str, since: int, follow: bool) -> Iterator[bytes]:
         return self._engine.task_logs(self._task, stream, since, follow)
