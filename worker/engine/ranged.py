@@ -96,11 +96,13 @@ class SparseModel:
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
         self._list = path.with_suffix(".ranges")
-        with path.open("ab"):
-            pass
-        if path.stat().st_size != size:
-            os.truncate(path, size)
-        self.have = self._known()
+        # A list that outlived its file, or a file of another size, says nothing: all of it is a hole.
+        is_new = not path.exists() or path.stat().st_size != size
+        if is_new:
+            self._list.unlink(missing_ok=True)
+            with path.open("wb") as file:
+                file.truncate(size)
+        self.have = [] if is_new else self._known()
 
     def _known(self) -> Ranges:
         try:

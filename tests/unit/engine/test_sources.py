@@ -189,6 +189,16 @@ def test_a_cut_fetch_of_ranges_goes_on_where_it_stopped(model_hub: Hub, tmp_path
     assert missing(whole, merged(model_hub.ranges[kept:])) == whole, "nothing came twice"
 
 
+@pytest.mark.parametrize("size", [None, 0, 4096])
+def test_a_list_of_ranges_without_its_file_counts_for_nothing(model_hub: Hub, tmp_path: Path, size: int | None) -> None:
+    path = Path(fetch(model_hub, tmp_path / "home", 1, 3, code=FETCH_PART).strip().removeprefix("path "))
+    asked = len(model_hub.ranges)
+    path.unlink() if size is None else os.truncate(path, size)
+    assert fetch(model_hub, tmp_path / "home", 1, 3, code=FETCH_PART) == f"path {path}\n"
+    assert own_bytes(path, 1) == own_bytes(tmp_path / "model.gguf", 1)
+    assert merged(model_hub.ranges[asked:]) == merged(model_hub.ranges[:asked]), "everything came again"
+
+
 def test_a_server_without_ranges_gives_the_whole_file(model_hub: Hub, tmp_path: Path) -> None:
     model_hub.has_ranges = False
     output = fetch(model_hub, tmp_path / "home", 1, 3, code=FETCH_PART)
