@@ -14,27 +14,27 @@ from services.datastream_collector.reader import Entry
 
 NOT_FATAL = frozenset({"worker_datastream", "datastream_archive", "datastream_subscribe"})
 """Failed observations of the datastream itself end no run (S1 10.11)."""
-_ADVICE = (
+ADVICE = (
     (
-        r"SIGKILL|out of memory|status 137|exit code 137",
+        r"SIGKILL|out of memory",
         "mostly the kernel kills so, for lack of memory (journalctl -k | grep -i oom): take a smaller [model] "
         'max_context or model, or more stages; [runtime] on_worker_loss = "restart" goes on after a loss',
     ),
     (
-        r"SIGSEGV|SIGILL|SIGBUS|SIGFPE|status 139",
+        r"SIGSEGV|SIGILL|SIGBUS|SIGFPE",
         "a crash in native code: SMQ_ENGINE_KERNELS=portable works around broken kernels, `mvp-orchestrator doctor` "
         "tries the device",
     ),
     (
-        r"made no progress|not loaded|no word|did not answer|was silent|is not Alive|Dead\b",
+        r"made no progress|did not answer|dead in SWIM|not alive in SWIM",
         "the machine, its disk or the network between hung: look at both machines' load and at `mvp-tap --stats`",
     ),
     (
-        r"did not start|was not started|not ready within|exited before ready|cannot be run",
+        r"did not start|was not started|not ready within|exited before ready|before it was ready",
         "`mvp-orchestrator doctor` with the same configuration says what is missing on this machine",
     ),
     (
-        r"Address already in use|is in use|cannot listen",
+        r"cannot listen at [^']",
         "stop what listens there (ss -ltnp), or configure another address",
     ),
 )
@@ -96,7 +96,7 @@ class Story:
         if not ended.startswith("failed"):
             return ""
         told = " ".join([cause, *(str(entry.body("line").get("line", "")) for entry in self.stderr[-5:])])
-        return next((text for pattern, text in _ADVICE if re.search(pattern, told)), "")
+        return next((text for pattern, text in ADVICE if re.search(pattern, told)), "")
 
 
 def is_fatal(entry: Entry) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,14 +32,18 @@ from common.records import (
     log_record,
     prompt_record,
 )
+from common.web_socket import WebError, listen
 from services.datastream_collector import reader
 from services.datastream_collector.archive import FrameArchive
 from services.datastream_collector.frames import CollectedFrame
 from services.datastream_collector.reader import Entry
-from services.datastream_collector.story import Story
+from services.datastream_collector.story import ADVICE, Story
+from services.orchestrator.children import how_it_ended
+from services.provisioner.processes import describe_status
 from tools import archive as tool
 from tools.archive import explain
 
+ROOT = Path(__file__).resolve().parents[3]
 T0 = 1_800_000_000_000
 
 
@@ -176,6 +184,56 @@ def test_a_failure_comes_with_what_can_be_done(error: str, way: str) -> None:
     told = list(explain(story))
     assert told[2] == f"cause: {error}"
     assert told[3].startswith("what to do: ") == bool(way) and way in told[3]
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+IN_THE_CORE = [
+    # Where it is said, the words of it that stand there, and the whole sentence as it comes out.
+    ("worker/engine/process.py", "out of memory while loading the model", "", "oom"),
+    ("worker/agent/core.py", "the engine made no progress for", " 60 s in phase prefill", "hung"),
+    ("services/orchestrator/stages.py", "made no progress in", " loading for 180 s", "hung"),
+    ("services/orchestrator/serving.py", "did not answer for", " 5 s while serving prompts", "hung"),
+    ("services/orchestrator/serving.py", "dead in SWIM for", " 30 s", "hung"),
+    ("services/orchestrator/readiness.py", "not alive in SWIM", "", "hung"),
+    ("services/orchestrator/startup.py", "did not start: ", "no such file", "doctor"),
+    ("services/orchestrator/startup.py", "was not started by provider", " process in 30 s", "doctor"),
+    ("services/orchestrator/startup.py", "was not ready within", " 30 s", "doctor"),
+    ("services/provisioner/core.py", "before it was ready", "", "doctor"),
+    ("services/orchestrator/run_dir.py", "is in use by another orchestrator", "", ""),
+]
+
+
+def taken() -> Iterator[tuple[str, str]]:
+    """(sentence, a word of its advice), each from the code that says it."""
+    yield f"router {how_it_ended(-signal.SIGKILL)}", "oom"
+    yield describe_status(-signal.SIGKILL, oom_seen=True), "oom"
+    for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE):
+        yield describe_status(-number), "SMQ_ENGINE_KERNELS=portable"
+    serving = source("services/orchestrator/serving.py")
+    assert 'return WHEN.get(self.phase, "before ready")' in serving and "exited {self.when()}: " in serving
+    yield f"node 2 exited before ready: {describe_status(1)}", "doctor"
+    with socket.create_server(("127.0.0.1", 0)) as there, pytest.raises(WebError) as refused:
+        listen(f"127.0.0.1:{there.getsockname()[1]}", token=False, what="the metrics")
+    yield str(refused.value), "ss -ltnp"
+    for path, words, rest, way in IN_THE_CORE:
+        assert words in source(path), f"{path} does not say {words!r}"
+        yield f"node 2 {words}{rest}", way
+
+
+def test_advice_is_for_what_the_program_says() -> None:
+    """Each sentence finds its advice, and no pattern waits for words that nothing says."""
+    said = list(taken())
+    for sentence, way in said:
+        story = Story(1)
+        record = {"phase": "serve_prompts", "status": "failed", "detail": {"error": sentence}}
+        payload = {"encoding": "utf8", "value": json.dumps(record)}
+        story.add(Entry({"channel": "mvp.orch.bootstrap", "stream": "mvp-orchestrator/1", "payload": payload}))
+        assert (way in story.advice()) if way else not story.advice(), (sentence, story.advice())
+    for pattern in (one for row, _ in ADVICE for one in row.split("|")):
+        assert any(re.search(pattern, sentence) for sentence, _ in said), f"nothing says {pattern}"
 
 
 def test_no_archive_says_why_there_may_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
