@@ -97,8 +97,8 @@ def new_tokens(detail: dict[str, Any]) -> int:
     """How many tokens a prompt event brought."""
     tokens = detail.get("tokens")
     if isinstance(detail.get("generated_index"), int):
-        # Pipeline mode: one record a token, and one for the end of the sequence.
-        return int(detail.get("eos") is False)
+        # Pipeline mode: one record a token, one for the end of the sequence, and after a worker's restart those again.
+        return int(detail.get("eos") is False and detail.get("replayed") is not True)
     return tokens if detail.get("event") in ("text_delta", "token") and isinstance(tokens, int) and tokens > 0 else 0
 
 

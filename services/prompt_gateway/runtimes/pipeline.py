@@ -241,6 +241,7 @@ class PipelinePromptRuntime:
             "sequence": record.sequence,
             "eos": record.end,
             "generated_index": at + (not record.end),
+            "replayed": not is_new,
         }
         self._records.emit(ctx, "pipeline_token_out", "observed", active.work, detail)
         if not is_new:

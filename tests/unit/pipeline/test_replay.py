@@ -56,6 +56,12 @@ def test_the_history_goes_in_once_more_and_comes_out_once(tokens: int, decoded: 
     *deltas, done = rig.lines(conn)
     assert before + texts(deltas) == TEXT == done["final_text"]
     assert (done["tokens_generated"], done["prompt_tokens"], done["finish_reason"]) == (5, 5, "length")
+    records = [msgspec.json.decode(one.payload) for one in rig.h.observed()]
+    observed = [record["detail"] for record in records if record["phase"] == "pipeline_token_out"]
+    fresh = [detail["generated_index"] for detail in observed if not detail["replayed"]]
+    assert fresh == [1, 2, 3, 4, 5], "a token that came before the restart is marked when it comes again"
+    again = [detail["generated_index"] for detail in observed if detail["replayed"]]
+    assert again == (list(range(1, tokens + 1)) if tokens < 5 else [])
     if tokens < 5:
         assert decode_tokens(rig.injected[0].payload) == [20, 21, 22, 23, 24] and rig.injected[0].begin
         assert rig.fed_back() == [10, 11, 12, 13], "each token of the answer once, in its own record"

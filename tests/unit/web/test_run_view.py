@@ -134,6 +134,17 @@ def test_prompts_of_a_pipeline_have_a_first_token_and_a_rate(tmp_path: Path) -> 
     assert (row["tokens"], row["first_ms"], row["rate"]) == (3, 1100, 10.0), "the end of the sequence is no token"
 
 
+def test_tokens_that_a_restarted_worker_says_again_are_counted_once() -> None:
+    prompts = Prompts()
+    said = [(1, False), (2, False), (1, True), (2, True), (3, False)]
+    for at, (index, replayed) in enumerate(said):
+        detail = {"prompt_id": 1, "unix_ms": 1000 + 100 * at, "generated_index": index, "eos": False}
+        record = prompt_record("pipeline_token_out", "observed", 1, 1, 1, {**detail, "replayed": replayed})
+        prompts.add(Entry({"channel": "mvp.orch.prompt", "payload": {"value": record.decode()}}, run=1))
+    (row,) = prompts.rows()["rows"]
+    assert (row["tokens"], prompts.tokens) == (3, 3)
+
+
 def test_edges_have_rates(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "a.jsonl")
     writer.start(1)
