@@ -32,6 +32,17 @@ class RecordFailure(StrEnum):
     EOF_BEFORE_FULL_PAYLOAD = "EofBeforeFullPayload"
     DEVICE_COPY_FAILED = "DeviceCopyFailed"
 
+    @property
+    def stage_reason(self) -> str:
+        """What a stage that meets it reports: a reason that StageFailed may name (the kind itself is in the detail)."""
+        match self:
+            case RecordFailure.EOF_BEFORE_FULL_PAYLOAD:
+                return "EdgeFault"
+            case RecordFailure.DEVICE_COPY_FAILED:
+                return "StepFailed"
+            case _:
+                return "ObjectFailed"
+
 
 class RecordError(ValueError):
     """The stream cannot go on behind this: "<kind>: <numbers>"."""

@@ -65,7 +65,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The edge is over. reason: a StageController reason ("EdgeFault" | "ObjectFailed"); detail: one sentence."""
+    """The edge is over. reason: a StageController reason ("EdgeFault", or a RecordFailure's); detail: one sentence."""
 
     reason: str
     detail: str
@@ -309,10 +309,10 @@ class EdgeConsumer:
         try:
             records = self.decoder.feed(fresh)
         except RecordError as error:
-            return self._fail("ObjectFailed", str(error))
+            return self._fail(error.kind.stage_reason, str(error))
         arrived: list[Effect] = [Arrived(record) for record in records]
-        if self.decoder.broken is not None:
-            return [*arrived, *self._fail("ObjectFailed", str(self.decoder.broken))]
+        if (broken := self.decoder.broken) is not None:
+            return [*arrived, *self._fail(broken.kind.stage_reason, str(broken))]
         return arrived
 
     def on_consumed(self, end_offset: int) -> list[Effect]:

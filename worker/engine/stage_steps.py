@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.edge_records import Record, RecordFailure, decode_tokens, encode_tokens
+from common.edge_records import Record, decode_tokens, encode_tokens
 from worker.engine.sampler import Sampler, Sampling
 
 ROWS_PER_RECORD_MAX = 64  # design.md 4
@@ -182,16 +182,3 @@ class StageSteps:
     def _emit(self, object_id: int, payload: bytes, *, begin: bool, end: bool) -> Record:
         sequence, self._out_sequence = self._out_sequence, self._out_sequence + 1
         return Record(object_id, sequence, payload, begin=begin, end=end)
-
-
-def failure_reason(kind: RecordFailure) -> str:
-    """The StageController reason of a record failure (rust-swactor.md 5.1)."""
-    match kind:
-        case RecordFailure.SEQUENCE_VIOLATION:
-            return "SequenceViolation"
-        case RecordFailure.EOF_BEFORE_FULL_PAYLOAD:
-            return "EdgeFault"
-        case RecordFailure.DEVICE_COPY_FAILED:
-            return "StepFailed"
-        case _:
-            return "ObjectFailed"

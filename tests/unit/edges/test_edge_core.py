@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.codec import Message
-from common.edge_records import Record, RecordDecoder, encode_record
+from common.edge_records import HEADER, Record, RecordDecoder, RecordFailure, encode_record
 from common.edges.core import (
     RELAY,
     Arrived,
@@ -283,6 +283,29 @@ def test_bad_records_and_overruns_are_faults_of_the_right_kind() -> None:
         one.on_message(EdgeWelcome(edge_id=EDGE, next_offset=0), 1)
         (fault,) = one.on_message(refused.message, 2)
         assert isinstance(fault, Failed) and "the consumer refused it" in fault.detail
+
+
+def test_a_bad_record_is_a_fault_of_its_kinds_reason_alone_and_behind_a_good_one() -> None:
+    good = encode_record(Record(1, 0, b"\0" * 8))
+    for at, before in ((0, b""), (1, good)):
+        for kind, bad in (
+            (RecordFailure.UNSUPPORTED_MAGIC, b"MO02" + bytes(36)),
+            (RecordFailure.UNSUPPORTED_VERSION, HEADER.pack(b"MO01", 2, 40, 9, at, 4, 0, 0)),
+            (RecordFailure.MALFORMED_HEADER_LENGTH, HEADER.pack(b"MO01", 1, 48, 9, at, 4, 0, 0)),
+            (RecordFailure.MALFORMED_HEADER, HEADER.pack(b"MO01", 1, 40, 9, at, 4, 4, 0)),
+            (RecordFailure.EXTENT_EXCEEDS_MAX, HEADER.pack(b"MO01", 1, 40, 9, at, CAPACITY + 4, 0, 0)),
+            (RecordFailure.EXTENT_ALIGNMENT_VIOLATION, HEADER.pack(b"MO01", 1, 40, 9, at, 6, 0, 0)),
+            (RecordFailure.SEQUENCE_VIOLATION, HEADER.pack(b"MO01", 1, 40, 9, at + 3, 4, 0, 0)),
+        ):
+            mine = consumer()
+            mine.on_hello(EdgeHello(token=TOKEN, edge_id=EDGE, run=RUN), b"c")
+            *arrived, refused, failed = mine.on_data(EdgeData(edge_id=EDGE, offset=0, data=before + bad), b"c")
+            assert isinstance(failed, Failed) and failed.reason == kind.stage_reason == "ObjectFailed", kind
+            assert failed.detail.startswith(f"edge {EDGE}: {kind}: ") and isinstance(refused, Send)
+            assert len(arrived) == at and all(isinstance(effect, Arrived) for effect in arrived)
+    # These two no stream shows while it lasts.
+    assert RecordFailure.EOF_BEFORE_FULL_PAYLOAD.stage_reason == "EdgeFault"
+    assert RecordFailure.DEVICE_COPY_FAILED.stage_reason == "StepFailed"
 
 
 def test_a_lying_consumer_is_a_fault() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.edge_records import Record, RecordFailure, decode_tokens, encode_tokens
+from common.edge_records import Record, decode_tokens, encode_tokens
 from worker.engine.errors import EngineError
 from worker.engine.sampler import Sampling
-from worker.engine.stage_steps import ROWS_PER_RECORD_MAX, StageShape, StageSteps, StepError, failure_reason
+from worker.engine.stage_steps import ROWS_PER_RECORD_MAX, StageShape, StageSteps, StepError
 
 F32 = npt.NDArray[np.float32]
 WIDTH, VOCAB, CONTEXT, LAYERS, EOS = 8, 50, 400, 6, 3
@@ -223,11 +223,3 @@ def test_float16_edges_halve_the_bytes() -> None:
     (record,) = pipe.feed([1, 2, 3], begin=True, upto=1)
     assert len(record.payload) == 3 * WIDTH * 2
     assert len(decode_tokens(pipe.push([record], 1, 2)[0].payload)) == 1
-
-
-def test_every_record_failure_has_a_stage_reason() -> None:
-    reasons = {kind: failure_reason(kind) for kind in RecordFailure}
-    assert reasons[RecordFailure.SEQUENCE_VIOLATION] == "SequenceViolation"
-    assert reasons[RecordFailure.EOF_BEFORE_FULL_PAYLOAD] == "EdgeFault"
-    assert reasons[RecordFailure.DEVICE_COPY_FAILED] == "StepFailed"
-    assert reasons[RecordFailure.UNSUPPORTED_MAGIC] == "ObjectFailed"
