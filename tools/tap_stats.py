@@ -14,6 +14,7 @@ from tools.tap_records import Line, Names, printable
 
 PENDING_MAX = 20_000  # envelopes that may still cause something
 LATENCIES_MAX = 2048  # of a row: enough for a 99th percentile
+ANYONE = b""
 GOOD = frozenset({"forwarded", "local"})
 HEAD = ("type", "from", "to", "plane", "count", "per s", "bytes/s", "p50 ms", "p99 ms", "lost")
 
@@ -37,8 +38,9 @@ class Stats:
         self.rows: dict[tuple[str, bytes, bytes], Row] = {}
         self.bad = 0
         self.first_ms = self.last_ms = 0
-        self._waiting: OrderedDict[tuple[str, bytes, int], int] = OrderedDict()
-        """(broker, receiver, id) → when it passed."""
+        self._waiting: OrderedDict[tuple[str, bytes, bytes, int], int] = OrderedDict()
+        """(broker, sender, receiver, id) → when it passed; with sender ANYONE the last of these, since ids are counted
+        per process, and what is said because of an envelope need not go to who sent it."""
 
     def add(self, line: Line) -> None:
         """The next record of a tap."""
@@ -54,10 +56,15 @@ class Stats:
         row.bytes += line.size
         if line.verdict not in GOOD:
             row.lost[line.verdict] += 1
-        if line.corr and (began := self._waiting.get((line.broker, line.src_node, line.corr))) is not None:
-            row.latencies_ms.append(max(0, line.wall_ms - began))
-        self._waiting[line.broker, line.dst_node, line.id] = line.wall_ms
-        if len(self._waiting) > PENDING_MAX:
+        for asker in (line.dst_node, ANYONE) if line.corr else ():
+            if (began := self._waiting.get((line.broker, asker, line.src_node, line.corr))) is not None:
+                row.latencies_ms.append(max(0, line.wall_ms - began))
+                break
+        for sender in (line.src_node, ANYONE):
+            key_of = (line.broker, sender, line.dst_node, line.id)
+            self._waiting[key_of] = line.wall_ms
+            self._waiting.move_to_end(key_of)
+        while len(self._waiting) > 2 * PENDING_MAX:
             self._waiting.popitem(last=False)
 
     def reset(self) -> None:

@@ -155,6 +155,19 @@ def test_rates_latency_and_losses_of_each_type_and_link() -> None:
     assert stats.table(NAMES) == [] and text(stats, NAMES)
 
 
+def test_equal_ids_of_two_senders_are_two_messages() -> None:
+    """Ids are counted per process: what two askers say as #5 to the same agent is answered as long as each waited."""
+    other, stats = b"o" * 32, Stats()
+    stats.add(line(encode(1), GATEWAY, AGENT, 5, at=0))
+    stats.add(line(encode(2), other, AGENT, 5, at=90))
+    stats.add(line(PromptEncoded(request_id=1, tokens=[]), AGENT, GATEWAY, 7, 5, at=100))
+    stats.add(line(PromptEncoded(request_id=2, tokens=[]), AGENT, other, 8, 5, at=102))
+    assert list(stats.rows["PromptEncoded", AGENT, GATEWAY].latencies_ms) == [100]
+    assert list(stats.rows["PromptEncoded", AGENT, other].latencies_ms) == [12]
+    stats.add(line(CancelRequest(request_id=2), AGENT, b"t" * 32, 9, 5, at=110))
+    assert list(stats.rows["CancelRequest", AGENT, b"t" * 32].latencies_ms) == [20], "to a third: the last that asked"
+
+
 def test_the_screen_shows_both_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(NAMES)
     for one in conversation():
