@@ -68,8 +68,8 @@ def lock_is_held(directory: Path) -> bool:
     return False
 
 
-def newest_run() -> Path:
-    """The tap's bus file of the newest run directory of this user whose lock is held. Raises TapError."""
+def live_runs() -> list[tuple[float, Path]]:
+    """(when it began, the tap's bus file) of each run directory of this user whose lock is held, oldest first."""
     places = [Path("/tmp").glob(f"smq-{os.geteuid()}-*")]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         places.append(Path(runtime).glob("smq-*"))
@@ -82,18 +82,21 @@ def newest_run() -> Path:
             continue
         if status.st_uid == os.geteuid() and lock_is_held(directory):
             found.append((status.st_mtime, file))
-    if not found:
+    return sorted(found)
+
+
+def newest_run() -> Path:
+    """The tap's bus file of the newest of the live runs. Raises TapError."""
+    if not (found := live_runs()):
         raise TapError("no run is going on here; name its tap.json with --bus")
-    return max(found)[1]
+    return found[-1][1]
 
 
 def next_run(known: frozenset[Path]) -> Path:
-    """The tap's bus file of a run that is not among those known, as soon as there is one."""
+    """The tap's bus file of the newest run that is not among those known, as soon as there is one."""
     while True:
-        with contextlib.suppress(TapError):
-            found = newest_run()
-            if found not in known:
-                return found
+        if fresh := [file for _, file in live_runs() if file not in known]:
+            return fresh[-1]
         time.sleep(WAIT_POLL_S)
 
 
@@ -287,9 +290,7 @@ def _where(args: argparse.Namespace) -> Path:
         while args.wait and not args.bus.exists():
             time.sleep(WAIT_POLL_S)
         return Path(args.bus).absolute()
-    known: frozenset[Path] = frozenset()
-    with contextlib.suppress(TapError):
-        known = frozenset([newest_run()])
+    known = frozenset(file for _, file in live_runs())
     print("mvp-tap: waiting for a run to start; Ctrl-C ends", file=sys.stderr)
     return next_run(known).absolute()
 
@@ -323,7 +324,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """0, also after Ctrl-C; 1 when there is nothing to listen to or to read, with one sentence."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.every and not args.stats:
+        parser.error("--every is for --stats")
+    if args.read and (args.wait or args.bus):
+        parser.error("--read shows a recording: --wait and --bus are for a live run")
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

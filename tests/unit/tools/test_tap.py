@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -250,6 +252,51 @@ def test_only_a_run_whose_lock_is_held_is_found(tmp_path: Path, monkeypatch: pyt
     held[1].close()
     assert tool.newest_run() == tmp_path / "smq-older" / "bus" / "tap.json"
     held[0].close()
+
+
+def test_the_next_run_is_none_of_those_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs live while one waits, and the newer of them ends: the older one is not the next."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    held: dict[str, IO[str]] = {}
+
+    def begin(name: str) -> None:
+        init(tmp_path / name, relay=False)
+        os.utime(tmp_path / name / "bus" / "tap.json", (4e9 + len(held), 4e9 + len(held)))
+        held[name] = (tmp_path / name / "lock").open("w")
+        fcntl.flock(held[name], fcntl.LOCK_EX)
+
+    begin("smq-older")
+    begin("smq-newer")
+    known = frozenset(file for _, file in tool.live_runs())
+    assert {tmp_path / name / "bus" / "tap.json" for name in held} <= known
+    found: list[Path] = []
+    waiting = threading.Thread(target=lambda: found.append(tool.next_run(known)), daemon=True)
+    waiting.start()
+    held["smq-newer"].close()
+    waiting.join(10 * tool.WAIT_POLL_S)
+    assert not found
+    begin("smq-next")
+    waiting.join(30)
+    assert found == [tmp_path / "smq-next" / "bus" / "tap.json"]
+    for file in held.values():
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--every", "5"), "--every is for --stats"),
+        (("--live", "--every", "5"), "--every is for --stats"),
+        (("--read", "x", "--wait"), "--wait and --bus are for a live run"),
+        (("--read", "x", "--bus", "y"), "--wait and --bus are for a live run"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        tool.main(list(arguments))
+    assert why in capsys.readouterr().err
 
 
 # --- live --------------------------------------------------------------------------------------------------------
