@@ -30,6 +30,7 @@ from services.provisioner.ledger import (
     LedgerRecord,
     fleet_id,
     ledger_folder,
+    remove_launch_file,
 )
 from services.provisioner.plugin import LeftBehind, MayBeLeft, Owner, PluginNodeHandle, ProviderError, ProvisionPlugin
 from services.provisioner.registry import ProviderInputs, make_provider
@@ -37,15 +38,19 @@ from services.provisioner.sink import NodeSink
 from services.provisioner.state import Minted, Prepared
 
 WIDE_AREA_PROVIDERS = frozenset({"vastai"})
-OWED_MS = 600_000  # a worker whose start was not answered for so long and that no look has found was never started
+OWED_FOR_MS = 600_000  # a worker that no look has found so long after its start went unanswered was never started
 
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
-    """A worker that may be left: its start was not answered (then handle is None), or its stop was not confirmed."""
+    """A worker that may be left: its start was not answered (then handle is None), or its stop was not confirmed.
+
+    since_unix_ms: of that, not of the intent: a start may have taken a quarter of an hour before.
+    """
 
     intent: LedgerRecord
     handle: PluginNodeHandle | None
+    since_unix_ms: int
 
 
 @dataclass(slots=True)
@@ -57,6 +62,7 @@ class _Ticket:
     handle: PluginNodeHandle | None = None
     running: bool = False
     abandoned: bool = False
+    intent: LedgerRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +85,14 @@ class ProvisionerJobs:
     def __init__(self, here: Surroundings) -> None:
         self._here = here
         self._lock = threading.Lock()
+        self._files = threading.Lock()
+        """An attempt is cleaned up beside the next one's mint, at the same path."""
         self._config: ProvisionerSlice | None = None
         self._plugin: ProvisionPlugin | None = None
         self._ledger: Ledger | None = None
         self._hf_token = ""
         self._instance = secrets.token_hex(8)
         self._tickets: dict[str, _Ticket] = {}
-        self._intents: dict[str, LedgerRecord] = {}
         self._owed: dict[str, _Owed] = {}
         self._left_before = False
         """An entry of a dead instance could not be settled: what it names may still appear."""
@@ -158,13 +165,14 @@ class ProvisionerJobs:
             device=spec.env.get("DEV") or self._here.environment.get("DEV", ""),
             profile="wan" if self._config.provider in WIDE_AREA_PROVIDERS else "lan",
         )
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # An earlier run of ours that was cut short; the run directory's lock says that it is nobody else's.
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ProviderError(f"cannot make a place for the launch file in {folder}: {error.strerror}") from None
-        launch.write(path)
+        with self._files:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # An earlier run of ours that was cut short; the run directory's lock says that it is nobody else's.
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ProviderError(f"cannot make a place for the launch file in {folder}: {error.strerror}") from None
+            launch.write(path)
         minted = Minted(keys.public, f"{run.hex()[:8]}-{spec.node_id}-{secrets.token_hex(12)}", str(path))
         with self._lock:
             self._tickets[minted.handle_id] = _Ticket(minted, self._here.make_sink(minted.handle_id))
@@ -189,8 +197,9 @@ class ProvisionerJobs:
             boot_id=processes.boot_id(),
             launch=minted.launch,
             public_key=minted.public_key.hex(),
-            at_unix_ms=time.time_ns() // 1_000_000,
+            at_unix_ms=_unix_ms(),
         )
+        ticket.intent = intent
         try:
             handle = self._start(plugin, ledger, intent, spec, ticket.sink)
         finally:
@@ -262,19 +271,22 @@ class ProvisionerJobs:
         for id, item in owed:
             intent = item.intent
             left = LeftBehind(id, intent.provider, intent.run, intent.node_id, intent.boot_id, item.handle)
-            age_ms = time.time_ns() // 1_000_000 - intent.at_unix_ms
             with contextlib.suppress(ProviderError):
-                if plugin.stop_left_behind(left) or item.handle is not None or age_ms > OWED_MS:
-                    _remove(intent.launch)
+                if (
+                    plugin.stop_left_behind(left)
+                    or item.handle is not None
+                    or _unix_ms() - item.since_unix_ms > OWED_FOR_MS
+                ):
+                    self._remove(intent.launch, intent.public_key)
                     _settle(ledger, id)
                     with self._lock:
                         self._owed.pop(id, None)
         with self._lock:
             return len(self._owed) + before
 
-    def _owe(self, id: str, handle: PluginNodeHandle | None) -> None:
+    def _owe(self, intent: LedgerRecord, handle: PluginNodeHandle | None) -> None:
         with self._lock:
-            self._owed[id] = _Owed(self._intents[id], handle)
+            self._owed[intent.id] = _Owed(intent, handle, _unix_ms())
 
     def close(self) -> None:
         """At the end of the process: the ledger goes if everything in it is settled."""
@@ -304,16 +316,14 @@ class ProvisionerJobs:
         self, plugin: ProvisionPlugin, ledger: Ledger, intent: LedgerRecord, spec: NodeProvisionSpec, sink: NodeSink
     ) -> PluginNodeHandle:
         ledger.append(intent)
-        with self._lock:
-            self._intents[intent.id] = intent
         try:
             handle = plugin.start_node(intent.id, spec, Path(intent.launch), sink)
         except MayBeLeft as error:
             _settle(ledger, intent.id, str(error))
-            self._owe(intent.id, None)
+            self._owe(intent, None)
             raise
         except Exception:
-            _remove(intent.launch)
+            self._remove(intent.launch, intent.public_key)
             _settle(ledger, intent.id)
             raise
         try:
@@ -333,27 +343,31 @@ class ProvisionerJobs:
             plugin.stop_node(handle, fast)
         except Exception as error:
             _settle(ledger, handle.id, str(error) or type(error).__name__)
-            self._owe(handle.id, handle)
+            if ticket.intent is not None:
+                self._owe(ticket.intent, handle)
             raise
         # Before it is settled: afterwards nobody would know of the key if we died here.
-        _remove(ticket.minted.launch)
+        self._remove(ticket.minted.launch, ticket.minted.public_key.hex())
         _settle(ledger, handle.id)
         # Its last lines and its exit come before the news that it is stopped.
         ticket.sink.wait_empty()
         self._forget(ticket)
 
+    def _remove(self, launch: str, public_key: str) -> None:
+        """This attempt's launch file, and its folder if no other attempt's is in it."""
+        with self._files:
+            remove_launch_file(launch, public_key)
+            with contextlib.suppress(OSError):
+                Path(launch).parent.rmdir()
+
     def _forget(self, ticket: _Ticket) -> None:
         with self._lock:
             self._tickets.pop(ticket.minted.handle_id, None)
-        _remove(ticket.minted.launch)
+        self._remove(ticket.minted.launch, ticket.minted.public_key.hex())
 
 
-def _remove(launch: str) -> None:
-    """A launch file and its folder."""
-    path = Path(launch)
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _settle(ledger: Ledger, handle_id: str, error: str = "") -> None:

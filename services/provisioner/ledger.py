@@ -257,7 +257,7 @@ def _settle(path: Path, handle: int, stop: Callable[[LeftBehind], bool], result:
             result.problems.append(f"a worker of an earlier run (node {entry.node_id}) is not stopped: {error}")
             continue
         result.settled.append(Settled(entry, stopped))
-        _remove_launch_file(entry)
+        remove_launch_file(entry.launch, entry.public_key)
     if failed:
         return
     if damaged:
@@ -292,11 +292,12 @@ def left_behind(entry: LedgerRecord, handle: LedgerRecord | None) -> LeftBehind:
     return LeftBehind(entry.id, entry.provider, entry.run, entry.node_id, entry.boot_id, known, entry.at_unix_ms)
 
 
-def _remove_launch_file(entry: LedgerRecord) -> None:
-    """It holds a secret key. Another run may have put its own file at the same path by now: that one stays."""
-    path = Path(entry.launch)
+def remove_launch_file(launch: str, public_key: str) -> None:
+    """It holds a secret key. Another run, or the next attempt at the node, may have put its own file at the same path
+    by now: that one stays, and its folder."""
+    path = Path(launch)
     with contextlib.suppress(LaunchFileError, OSError):
-        if entry.launch and LaunchFile.read(path).public_key == entry.public_key:
+        if launch and LaunchFile.read(path).public_key == public_key:
             path.unlink()
 
 

@@ -420,8 +420,40 @@ def test_a_start_that_no_look_has_found_for_long_was_none(
     monkeypatch.setattr(plugin, "start_node", unanswered)
     with pytest.raises(MayBeLeft):
         workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
-    monkeypatch.setattr(jobs_module, "OWED_MS", -1)
+    monkeypatch.setattr(jobs_module, "OWED_FOR_MS", -1)
     assert workshop.jobs.recheck() == 0
+
+
+def test_it_is_looked_for_from_the_end_of_a_long_start_on(
+    workshop: Workshop, plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The intent is as old as the start; the answer that did not come was its last step."""
+
+    def unanswered(*_: Any) -> PluginNodeHandle:
+        later = jobs_module._unix_ms() + 700_000
+        monkeypatch.setattr(jobs_module, "_unix_ms", lambda: later)
+        raise MayBeLeft("no answer")
+
+    monkeypatch.setattr(plugin, "start_node", unanswered)
+    with pytest.raises(MayBeLeft):
+        workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
+    assert workshop.jobs.recheck() == 1
+
+
+def test_what_is_left_of_an_attempt_leaves_the_launch_file_of_the_next_alone(
+    workshop: Workshop, plugin: FakePlugin
+) -> None:
+    """Both attempts at a node have the same path; the first may be cleaned up while the second one starts."""
+    first = workshop.mint()
+    second = workshop.mint()
+    assert first.launch == second.launch
+    workshop.jobs.discard(first)
+    handle = workshop.jobs.start_node(second, SPEC, RUN)
+    third = workshop.mint()
+    workshop.jobs.stop_node(handle, False)
+    assert LaunchFile.read(Path(third.launch)).public_key == third.public_key.hex()
+    workshop.jobs.discard(third)
+    assert not Path(third.launch).exists()
 
 
 def test_a_stop_that_was_not_confirmed_is_tried_again(workshop: Workshop, plugin: FakePlugin) -> None:
