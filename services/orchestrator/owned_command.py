@@ -25,7 +25,7 @@ WORKERS_HELP = f"""\
 usage: {PROGRAM} workers [--json] [--provider NAME] [--runtime-config PATH]
 
 Lists every worker that you own: from the ledgers of all orchestrators of this user on this machine, and from the
-listings of Docker, vast.ai and this machine's processes. Changes nothing.
+listings of Docker, Docker Swarm, vast.ai and this machine's processes. Changes nothing.
 
   --json                 one JSON list: id, provider, node_id, run, where, state, since_unix_ms, dph, owner
   --provider NAME        only this provider
@@ -43,12 +43,12 @@ RECONCILE_HELP = f"""\
 usage: {PROGRAM} reconcile [--dry-run] [--provider NAME] [--runtime-config PATH]
 
 Stops the workers that an orchestrator which died has left: those in its ledger, and those that bear your mark in the
-listings of Docker, vast.ai and this machine's processes and are in no ledger. Removes their keys, tunnels and launch
-files, too. What a running orchestrator owns, and what is somebody else's, is left alone. Each start does the same for
+listings of Docker, Docker Swarm, vast.ai and this machine's processes and are in no ledger. Removes their keys, tunnels
+and launch files, too. What a running orchestrator owns, and what is somebody else's, is left alone. Each start does the same for
 its own provider.
 
   --dry-run              only say what would be stopped
-  --provider NAME        only this provider's listing
+  --provider NAME        only this provider's listing; entries of ledgers are settled whatever their provider
   --runtime-config PATH  where [vastai] api_key is looked for when the variable VASTAI_API_KEY is not set
 
 Exit status: 0 when nothing that should be stopped is left (with --dry-run: always, unless something cannot be known),
@@ -83,6 +83,8 @@ def workers(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int
     try:
         look = _Look("workers", "--json", WORKERS_HELP, argv, environ)
         stock = take_stock(look.providers, look.names)
+        if look.names is not None:
+            stock.owned = [item for item in stock.owned if item.provider in look.names]
     except Information as text:
         sys.stdout.write(str(text))
         return 0

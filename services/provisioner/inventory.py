@@ -137,7 +137,7 @@ class Providers:
 
 
 def take_stock(providers: Providers, names: Iterable[str] | None = None) -> Stock:
-    """Look at everything, change nothing. names: which providers, all if None."""
+    """Look at everything, change nothing. names: whose listings are read, all if None."""
     stock = Stock()
     wanted = list(provider_names() if names is None else names)
     listings = _listings(providers, wanted, stock)
@@ -150,8 +150,6 @@ def take_stock(providers: Providers, names: Iterable[str] | None = None) -> Stoc
             stock.all_ledgers_read = False
     named = {entry.intent.id for entry in entries}
     for entry in entries:
-        if entry.intent.provider not in wanted:
-            continue
         name = entry.intent.provider
         seen = listings.get(name, {}).pop(entry.intent.id, None)
         stock.owned.append(Owned(entry.intent.id, name, entry, seen, name in listings))
@@ -205,6 +203,7 @@ def _where(entry: OpenEntry) -> str:
     facts: Mapping[str, str | int] = {} if entry.handle is None else entry.handle.facts
     words: dict[str, Callable[[LedgerRecord], str]] = {
         "process": lambda intent: f"pid {facts['pid']}" if "pid" in facts else "",
+        "swarm": lambda intent: f"service {str(facts['service'])[:12]}" if "service" in facts else "",
         "docker": lambda intent: f"container {str(facts['container'])[:12]}" if "container" in facts else "",
         "vastai": lambda intent: f"instance {facts.get('instance') or facts.get('contract') or '?'}",
         "external": lambda intent: f"launch file {intent.launch}",

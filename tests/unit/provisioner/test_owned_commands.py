@@ -16,7 +16,7 @@ from common.launch_file import LaunchFile
 from common.messages.provision import NodeProvisionSpec
 from services.orchestrator import owned_command
 from services.provisioner import processes, vastai_api
-from services.provisioner.inventory import Providers
+from services.provisioner.inventory import Providers, take_stock
 from services.provisioner.ledger import Ledger, LedgerRecord, fleet_id, ledger_folder
 from services.provisioner.process_provider import ProcessProvider
 from tests.fakes.vastai.server import FakeVast
@@ -188,13 +188,29 @@ def test_a_provider_that_cannot_be_asked_is_named(user: User) -> None:
     assert status == 1 and "set VASTAI_API_KEY" in error
 
 
+def test_a_dry_run_for_one_provider_says_what_the_real_one_does(user: User) -> None:
+    """Its listing alone is read, but every entry of a dead orchestrator's ledger is settled."""
+    dead = user.ledger("dead")
+    user.record(dead, user.handle_id(), "process")
+    die(dead)
+    said = user.ask("reconcile", "--dry-run", "--provider", "external")[1]
+    assert said.splitlines()[0].startswith("process: ") and "1 would be stopped or closed" in said
+    assert user.ask("workers", "--provider", "external")[1] == "no workers\n"
+    done = user.ask("reconcile", "--provider", "external")[1]
+    assert done.splitlines()[0].startswith("process: ")
+    assert "0 would be" in user.ask("reconcile", "--dry-run", "--provider", "external")[1]
+
+
 def test_the_key_of_the_configuration_file_counts_and_a_model_is_not_needed(
     user: User, fake: FakeVast, tmp_path: Path
 ) -> None:
     user.environment.pop("VASTAI_API_KEY")
     config = tmp_path / "mine.toml"
     config.write_text(f'[vastai]\napi_key = "{fake.key}"\n')
-    assert "not set" in user.ask("workers", "--provider", "vastai")[1] or user.ask("workers")[0] == 0
+    assert user.ask("workers", "--provider", "vastai")[:2] == (0, "no workers\n")
+    assert take_stock(Providers(user.environment), ["vastai"]).notes == [
+        "vastai was not looked at: VASTAI_API_KEY is not set"
+    ]
     (orphan,) = fake.foreign(1, f"smq-{user.fleet}-{user.handle_id()}")
     status, out, error = user.ask("reconcile", "--provider", "vastai", "--runtime-config", str(config))
     assert (status, error) == (0, "") and f"instance {orphan}" in out and not fake.instances
