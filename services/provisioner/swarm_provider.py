@@ -15,7 +15,7 @@ from typing import Any
 
 from common.limits import PROCESS_STOP_GRACE_MS, provider_start_ms
 from common.messages.provision import NodeProvisionSpec
-from services.provisioner.docker_engine import EngineGone
+from services.provisioner.docker_engine import EngineGone, Missing
 from services.provisioner.docker_spec import LABEL, LABEL_FLEET, LABEL_HANDLE, labels
 from services.provisioner.plugin import (
     LeftBehind,
@@ -160,19 +160,24 @@ class SwarmProvider:
             self._engine.remove_service(service)
         until = time.monotonic() + GONE_S
         for task in running:
-            while self._still_there(task) and time.monotonic() < until:
+            while self._still_there(task):
+                if time.monotonic() > until:
+                    raise ProviderError(f"task {str(task['ID'])[:12]} does not end; look at it with docker inspect")
                 time.sleep(LOOK_S)
         for secret in self._engine.secrets(label):
             self._engine.remove_secret(str(secret["ID"]))
         return bool(running)
 
     def _still_there(self, task: Mapping[str, Any]) -> bool:
-        """Not on a lost node: that one removes it when it is back, and its key is worthless by then."""
+        """Not on a lost node: that one removes it when it is back, and its key is worthless by then. A manager that
+        does not say counts as yes."""
         try:
             now = self._engine.task(str(task["ID"]))
-        except ProviderError:
+            return not is_over(now) and not self._engine.node(str(task["NodeID"]))[1]
+        except Missing:
             return False
-        return not is_over(now) and not self._engine.node(str(task["NodeID"]))[1]
+        except ProviderError:
+            return True
 
     def complete_bootstrap(self, handle: PluginNodeHandle) -> None:
         """Nothing: the secret goes with the service."""
@@ -204,21 +209,23 @@ class SwarmProvider:
             self._engine.swarm_id()
         except (EngineGone, NoManager) as error:
             raise NotHere(str(error)) from None
+        # A worker is a secret and, from then on, a service that bears the same handle: that one tells more.
         kinds = {
-            "service": self._engine.services(f"{LABEL}=worker"),
             "secret": self._engine.secrets(f"{LABEL}=worker"),
+            "service": self._engine.services(f"{LABEL}=worker"),
         }
-        owned, others = [], 0
+        owned: dict[str, Listed] = {}
+        others = set()
         for kind, found in kinds.items():
             for item in found:
                 marks = item["Spec"].get("Labels") or {}
+                handle = str(marks.get(LABEL_HANDLE, ""))
                 if marks.get(LABEL_FLEET) != self._owner.fleet:
-                    others += 1
+                    others.add(handle)
                     continue
                 state = "made" if kind == "secret" else self._state(str(item["ID"]))
-                what = f"{kind} {item['Spec']['Name']}"
-                owned.append(Listed(marks.get(LABEL_HANDLE, ""), what, state, _unix_ms(item["CreatedAt"])))
-        return Listing(tuple(owned), others)
+                owned[handle] = Listed(handle, f"{kind} {item['Spec']['Name']}", state, _unix_ms(item["CreatedAt"]))
+        return Listing(tuple(owned.values()), len(others))
 
     def _state(self, service: str) -> str:
         try:

@@ -172,6 +172,9 @@ def test_leftovers_are_found_by_label_and_nobody_elses_are_touched(stage: Stage)
     _, mine, _ = stage.start("polite")
     _, theirs, _ = stage.start("polite", stage.provider(owner=Owner("fedcba9876543210", "other")))
     third = stage.provider()
+    listing = third.list_owned()
+    assert [(one.id, one.where, one.state) for one in listing.owned] == [(mine.id, f"service smq-{mine.id}", "running")]
+    assert listing.foreign == 1
     left = LeftBehind(mine.id, "swarm", "cafe0123", 1, "", mine)
     assert third.stop_left_behind(left)
     assert not third.stop_left_behind(left)

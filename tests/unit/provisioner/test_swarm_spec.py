@@ -135,7 +135,29 @@ def test_a_listing_that_cannot_be_read_is_no_empty_one(monkeypatch: pytest.Monke
         provider.list_owned()
     assert not isinstance(caught.value, NotHere)
     monkeypatch.setattr(provider._engine, "swarm_id", lambda: "here")
+    monkeypatch.setattr(provider._engine, "secrets", lambda _: [])
     monkeypatch.setattr(provider._engine, "services", raising(ProviderError("the swarm has no leader")))
     with pytest.raises(ProviderError, match="no leader") as caught:
         provider.list_owned()
     assert not isinstance(caught.value, NotHere)
+
+
+def test_a_worker_is_listed_once_as_its_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its secret bears the same handle; alone it is what a start that was cut short left."""
+
+    def item(handle: str, fleet: str) -> dict[str, Any]:
+        marks = {"swactor-mq": "worker", "swactor-mq.handle": handle, "swactor-mq.fleet": fleet}
+        return {"ID": f"id-{handle}", "CreatedAt": "2026-01-01T00:00:01.5Z", "Spec": {"Name": handle, "Labels": marks}}
+
+    provider = SwarmProvider("img", "none", "never", [], Owner("mine"), {})
+    engine = provider._engine
+    monkeypatch.setattr(engine, "swarm_id", lambda: "here")
+    monkeypatch.setattr(engine, "services", lambda _: [item("a", "mine"), item("x", "theirs")])
+    monkeypatch.setattr(engine, "secrets", lambda _: [item("a", "mine"), item("b", "mine"), item("x", "theirs")])
+    monkeypatch.setattr(engine, "tasks", lambda _: [{"Status": {"State": "running"}}])
+    listing = provider.list_owned()
+    assert {(one.id, one.where, one.state) for one in listing.owned} == {
+        ("a", "service a", "running"),
+        ("b", "secret b", "made"),
+    }
+    assert listing.foreign == 1 and listing.owned[0].since_unix_ms == 1_767_225_601_000
