@@ -30,11 +30,6 @@ DRAIN_S = 5  # the last lines, after the container ended
 STOP_MARGIN_S = 10  # the engine's own time beside the grace
 
 
-def exit_status(code: int) -> int:
-    """The engine reports a death by signal n as 128 + n, here -n; a worker itself exits only with 0 or 1."""
-    return 128 - code if 128 < code < 128 + 65 else code
-
-
 def reason_of(status: int) -> str:
     """How a program with this exit status ended; 126 and 127: the container's init could not execute it."""
     if status in (126, 127):
@@ -126,7 +121,7 @@ class Container:
             lost_at = 0.0
 
     def _ended(self, state: dict[str, Any], engine_died: bool) -> Exited:
-        status = exit_status(int(state.get("ExitCode", 0)))
+        status = processes.exit_status(int(state.get("ExitCode", 0)))
         if state.get("OOMKilled"):
             reason = (
                 "was killed because its container ran out of memory; use a smaller model, more stages or a machine "

@@ -123,6 +123,11 @@ def oom_kills() -> int:
     return 0
 
 
+def exit_status(code: int) -> int:
+    """Shells and engines report a death by signal n as 128 + n, here -n; a worker itself exits only with 0 or 1."""
+    return 128 - code if 128 < code < 128 + 65 else code
+
+
 def describe_status(status: int, oom_seen: bool = False) -> str:
     """An exit status in words: "exited with status 3", "killed by signal 9 (SIGKILL)"."""
     if status >= 0:

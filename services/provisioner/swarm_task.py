@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from services.provisioner import processes
 from services.provisioner.docker_container import (
     DRAIN_S,
     ENGINE_GONE_LIMIT_S,
     STOP_MARGIN_S,
-    exit_status,
     reason_of,
 )
 from services.provisioner.docker_engine import Missing, refusal
@@ -99,7 +99,7 @@ class Task:
         words = str(status.get("Err") or "")
         if status["State"] in ("rejected", "orphaned") or (words and not code and not self._stopping):
             return Failed(f"the swarm gave its task up: {refusal(words) or status['State']}")
-        ended = exit_status(code)
+        ended = processes.exit_status(code)
         if self._stopping and ended < 0:
             return Exited(ended, "stopped")
         reason = reason_of(ended)

@@ -80,10 +80,6 @@ class VastClient:
         """Register a key; new instances know it."""
         self._once("ssh", "POST", "/api/v0/ssh/", {"ssh_key": public_key})
 
-    def attach_ssh_key(self, instance: int, public_key: str) -> None:
-        """For an instance that did not take over the account's keys."""
-        self._once("ssh", "POST", f"/api/v0/instances/{instance}/ssh/", {"ssh_key": public_key})
-
     def search(self, filters: Mapping[str, Any], cancelled: Callable[[], bool]) -> list[dict[str, Any]]:
         """Offers; raises VastError for anything that is no list of offers."""
         found = self._read("search", "POST", "/api/v0/bundles/", dict(filters), cancelled=cancelled).get("offers")

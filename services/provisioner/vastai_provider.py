@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,10 @@ class VastAiProvider:
             before = self._costs.get(_run_of(rented.handle_id), 0.0)
         return offers.spent(rented.hours, before + rented.hours * rented.price, self.config)
 
+    def _is_cancelled(self, handle_id: str) -> bool:
+        with self._lock:
+            return handle_id in self._cancelled
+
     def _is_uncertain(self, handle_id: str) -> bool:
         return time.monotonic() < self._uncertain.get(handle_id, 0.0)
 
@@ -210,11 +215,7 @@ class VastAiProvider:
         self, handle_id: str, spec: NodeProvisionSpec, say: Callable[[str], None]
     ) -> tuple[Rented, dict[str, Any]]:
         config, client = self.config, self.client
-
-        def cancelled() -> bool:
-            with self._lock:
-                return handle_id in self._cancelled
-
+        cancelled = partial(self._is_cancelled, handle_id)
         own = read_secret_file(Path(config.onstart_file)).decode() if config.onstart_file else ""
         body = {
             "client_id": "me",
@@ -324,10 +325,7 @@ class VastAiProvider:
         name, wheel = self._packed() if scripts.WHEEL_VARIABLE in bootstrap else ("", b"")
         script = scripts.deploy(bootstrap, len(launch), self.client.base, wheel=name)
         known_hosts = self._known_hosts(handle_id)
-
-        def cancelled() -> bool:
-            return handle_id in self._cancelled
-
+        cancelled = partial(self._is_cancelled, handle_id)
         missing, silent_since, last = 0, 0.0, ""
         seen, moved = "", time.monotonic()
         reason = "its ssh server did not come up"

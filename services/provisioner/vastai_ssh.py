@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.provisioner.lines import LineSplitter, bridge_frame
 from services.provisioner.plugin import Exited, Failed, ProviderError, ProviderLine, Sink, StderrLine, StdoutLine
-from services.provisioner.processes import MARK_VARIABLE, describe_status
+from services.provisioner.processes import MARK_VARIABLE, describe_status, exit_status
 from services.provisioner.vastai_scripts import EXIT_WORD, READY_WORD, follow
 
 CONNECT_S = 10
@@ -188,7 +188,7 @@ class Session:
         process.wait()
         for pipe in (process.stdout, process.stderr):
             pipe.close()
-        return 128 - status if status is not None and 128 < status < 128 + 65 else status
+        return None if status is None else exit_status(status)
 
 
 def why(status: int, stderr: bytes) -> str:
