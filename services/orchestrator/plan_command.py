@@ -16,6 +16,7 @@ from common.addresses import Role
 from common.config import resolve
 from common.config_errors import ConfigError, Information
 from common.config_slices import OrchestratorSlice
+from common.free_memory import free_memory
 from services.config_resolver.slices import slice_for
 from services.orchestrator.planner import DTYPE_BYTES, TOKEN_BYTES, PlanError, RunPlan, StagePlan
 from services.orchestrator.planner_facts import make_plan
@@ -44,18 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     except (ConfigError, PlanError) as error:
         sys.stderr.write(f"mvp-orchestrator plan: {error}\n")
         return 1
-    sys.stdout.write(report(plan, part, memory_available()))
-    return 0
-
-
-def memory_available() -> int:
-    """MemAvailable of this machine in bytes; 0 where nobody says."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    sys.stdout.write(report(plan, part, free_memory()))
     return 0
 
 
@@ -102,7 +92,7 @@ def tokens_per_second(plan: RunPlan, *, gpu: bool = False, hop_count: int | None
 
 
 def report(plan: RunPlan, config: OrchestratorSlice, available: int) -> str:
-    """The whole text. available: bytes of memory of this machine, 0 if unknown."""
+    """The whole text. available: of free_memory."""
     facts = plan.facts
     lines = [
         f"model {facts.model_id}: {facts.num_layers} layers, width {facts.hidden_dim}, context {facts.max_seq_len}, "

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.free_memory import free_memory
 from worker.engine.cpu_native import Kernels
 from worker.engine.cpu_objects import cache_folder, write_whole
 from worker.engine.cpu_plan import LAYOUT, Item, StagePlan
@@ -112,14 +113,9 @@ def huge_pages_pay(nbytes: int) -> bool:
     try:
         if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
             return False
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
+    except OSError:
         return False
-    with contextlib.suppress(OSError, ValueError):  # of a container
-        group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return free > 2 * nbytes
+    return free_memory() > 2 * nbytes
 
 
 def _cached(path: Path, plan: StagePlan, threads: int, progress: Progress) -> Arena | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from common.codec import Message
+from common.free_memory import free_memory
 from common.gguf import GgufError
 from common.messages.engine import (
     ConfigureRole,
@@ -139,7 +140,7 @@ class EngineProcess:
             backend=backend,
             elapsed_ms=_elapsed_ms(started),
             edge_candidates=self._port.stage.candidates,
-            memory_bytes=measure.free_memory() if is_cpu else 0,
+            memory_bytes=free_memory() if is_cpu else 0,
             bytes_per_s=measure.read_speed() if is_cpu else 0,
         )
         self._port.send(ready)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
+from common.free_memory import free_memory
 from common.messages.node_agent import HuggingFaceGguf
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
-from services.orchestrator.plan_command import memory_available, stage_size
+from services.orchestrator.plan_command import stage_size
 from services.orchestrator.planner import PlanError, RunPlan
 from services.orchestrator.planner_facts import make_plan, planning_path
 from services.orchestrator.run_dir import default_path
@@ -124,7 +125,7 @@ def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Find
         return skip(f"the workers of provider {part.provider} have their own")
     if not isinstance(planned, RunPlan):
         return skip("the model's size is not known here")
-    there = available_here()
+    there = free_memory()
     sizes = [stage_size(planned, stage) for stage in planned.stages]
     packed = sum(size.packed + size.cache for size in sizes) + PROCESS_BYTES
     unpacked = sum(size.float16 + size.cache for size in sizes) + PROCESS_BYTES
@@ -133,15 +134,6 @@ def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Find
     if packed > there:
         return fail(says, way)
     return warn(says, way) if unpacked > there else ok(says)
-
-
-def available_here() -> int:
-    """Bytes that may still be used: of the machine, and within the control group of a container."""
-    there = memory_available()
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        there = min(there, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(0, there)
 
 
 # --- disk -------------------------------------------------------------------------------------------------------
