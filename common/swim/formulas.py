@@ -25,11 +25,6 @@ def suspicion_total_ms(confirmations: int, wanted: int, min_ms: int, max_ms: int
     return max(min_ms, math.floor(max_ms - fraction * (max_ms - min_ms)))
 
 
-def suspicion_remaining_ms(confirmations: int, wanted: int, elapsed_ms: int, min_ms: int, max_ms: int) -> int:
-    """What is left, counted from the start; zero or negative: due now."""
-    return suspicion_total_ms(confirmations, wanted, min_ms, max_ms) - elapsed_ms
-
-
 def retransmit_limit(mult: int, members: int) -> int:
     """How often one member passes a rumour on: mult · ceil(log10(n + 1))."""
     return mult * math.ceil(math.log10(members + 1))

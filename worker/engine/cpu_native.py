@@ -21,7 +21,6 @@ CONTROL_BYTES = 768
 PHASE_BYTES = 12 * 64  # of a block, at the start of the scratch memory
 _AHEAD, _ARGS, _POSITIONS = 24, 32, 176  # byte offsets within the control block
 
-I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "cpu"
 SHIPPED = SOURCES / "objects"
 CHOICE = "SMQ_ENGINE_KERNELS"  # "portable", or an instruction set's name: for tests and measurements
-PORTABLE = "portable"
 COMPILE_LIMIT_S = 120
 
 # Best first: name, what /proc/cpuinfo must list, and the flags of gcc and clang, and of zig.

@@ -197,7 +197,10 @@ class StageRole:
     def _fault(self, failed: StageFailed) -> None:
         for output in self._controller.handle(failed) if self._controller else []:
             if isinstance(output, stage.StageFault):
-                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
+                self._send_fault(output)
+
+    def _send_fault(self, fault: stage.StageFault) -> None:
+        self._send(StageFaulted(reason=fault.reason, detail=fault.detail, generation=self._generation))
 
     def _load(self, edge_id: int, record: Record) -> None:
         """edge_id: over which it came; to the step table it is an object of the one inbound edge."""
@@ -215,7 +218,7 @@ class StageRole:
             if isinstance(output, stage.ExecuteStep):
                 self._execute(output, edge_id, record, controller)
             elif isinstance(output, stage.StageFault):
-                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
+                self._send_fault(output)
         controller.check()
 
     def _execute(
@@ -240,7 +243,7 @@ class StageRole:
             if isinstance(output, stage.ReleaseInputHandle):
                 self._port.consumed(generation, edge_id, record.end_offset)
             elif isinstance(output, stage.StageFault):
-                self._send(StageFaulted(reason=output.reason, detail=output.detail, generation=self._generation))
+                self._send_fault(output)
         self._page.enter(Phase.IDLE)
 
     def _feed_back(self, out: Record) -> None:

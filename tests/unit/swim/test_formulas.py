@@ -11,8 +11,8 @@ from common.swim.formulas import (
     push_pull_period_ms,
     retransmit_limit,
     suspicion_min_ms,
-    suspicion_remaining_ms,
 )
+from common.swim.suspicion import Suspicion
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,14 @@ def test_suspicion_minimum_of_our_profiles(members: int, lan_ms: int, wan_ms: in
     assert suspicion_min_ms(WAN.suspicion_mult, members, WAN.probe_interval_ms) == wan_ms
 
 
+def remaining(confirmations: int, wanted: int, elapsed_ms: int, min_ms: int, max_ms: int) -> int:
+    """Of a suspicion that began at `elapsed_ms` before now and got so many confirmations."""
+    suspicion = Suspicion(b"first", 1_000_000 - elapsed_ms, wanted=wanted, min_ms=min_ms, max_ms=max_ms)
+    for number in range(confirmations):
+        suspicion.confirm(bytes([number]))
+    return suspicion.deadline - 1_000_000
+
+
 @pytest.mark.parametrize(
     ("confirmations", "elapsed_ms", "remaining_ms"),
     [
@@ -42,11 +50,11 @@ def test_suspicion_minimum_of_our_profiles(members: int, lan_ms: int, wan_ms: in
     ],
 )
 def test_remaining_time_also_when_it_is_negative(confirmations: int, elapsed_ms: int, remaining_ms: int) -> None:
-    assert suspicion_remaining_ms(confirmations, 3, elapsed_ms, 2_000, 30_000) == remaining_ms
+    assert remaining(confirmations, 3, elapsed_ms, 2_000, 30_000) == remaining_ms
 
 
 def test_no_confirmations_wanted_means_the_minimum_at_once() -> None:
-    assert suspicion_remaining_ms(0, 0, 500, 4_000, 24_000) == 3_500
+    assert remaining(0, 0, 500, 4_000, 24_000) == 3_500
 
 
 @pytest.mark.parametrize(("members", "wanted"), [(1, 0), (2, 0), (3, 0), (4, 2), (50, 2)])
