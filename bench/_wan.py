@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench._ask import STORY, ask
 from tests.e2e.stack import Stack
 from tools.prompt_client import PromptClient
 
@@ -31,7 +32,6 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x
 STAGES = 2
 DELAYS_MS = (5, 25, 50)
 TOKENS = {0: 64, 5: 48, 25: 24, 50: 16}
-STORY = "Write a long story about a lighthouse keeper and the sea."
 
 
 class DelayedNetwork:
@@ -158,16 +158,6 @@ exec ip netns exec $space unshare -m sh -c '{hidden} "$0"' {folder}/launch-$node
     return script
 
 
-def token_s(client: PromptClient, tokens: int) -> float:
-    """Seconds a token between the first and the last of an answer."""
-    times = []
-    count = 0
-    for event in client.submit(STORY, max_tokens=tokens):
-        times.append(time.monotonic())
-        count = getattr(event, "tokens_generated", 0)
-    return (times[-1] - times[0]) / (count - 1)
-
-
 def measure(rounds: int, feedback: str) -> dict[str, object]:
     """wan_*_error of two stages in namespaces of their own, the run in a third; feedback: "gateway" or "direct".
 
@@ -196,7 +186,7 @@ def measure(rounds: int, feedback: str) -> dict[str, object]:
                 for delay in TOKENS:
                     network.delay_s = delay / 1000
                     time.sleep(4 * network.delay_s)
-                    seconds[delay].append(token_s(client, TOKENS[delay]))
+                    seconds[delay].append(ask(client, STORY, TOKENS[delay])[2])
             network.delay_s = 0.0
             stack.say("stop\n")
             stack.assert_stopped("stdin")

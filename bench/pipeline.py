@@ -11,13 +11,12 @@ import argparse
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from bench import _cut, _wan
+from bench._ask import STORY, ask
 from bench._bare import BareEngine
-from services.prompt_gateway.wire import DoneLine
 from tests.e2e.stack import Stack, StackError, model_file
 from tools.fetch_model import fetch_default
 from tools.prompt_client import PromptClient, PromptClientError
@@ -26,7 +25,6 @@ ROUNDS = 5
 CUTS = (2, 3, 7, 30)
 DECODE_TOKENS = 96
 PREFILL_WORDS = 470  # about 512 tokens
-STORY = "Write a long story about a lighthouse keeper and the sea."
 PROMPTS = ("What is the capital of France?", "Count from one to twenty.", "Write one sentence about 海.", "a")
 WAN_ROUNDS_MAX = 3
 WAN_KEYS = tuple(f"wan_{delay}ms_error" for delay in _wan.DELAYS_MS)
@@ -47,17 +45,6 @@ def running(threads: int, *args: str, config: str = "") -> Iterator[PromptClient
             yield client
         stack.say("stop\n")
         stack.assert_stopped("stdin")
-
-
-def ask(client: PromptClient, prompt: str, count: int) -> tuple[DoneLine, float, float]:
-    """The end of a prompt, seconds to its first text, seconds a token between the first and the last."""
-    started, times = time.monotonic(), []
-    done = None
-    for event in client.submit(prompt, max_tokens=count):
-        times.append(time.monotonic() - started)
-        done = event if isinstance(event, DoneLine) else done
-    assert done is not None
-    return done, times[0], (times[-1] - times[0]) / max(1, done.tokens_generated - 1)
 
 
 def spread(key: str, ratios: Sequence[float]) -> Figures:
