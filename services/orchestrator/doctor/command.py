@@ -14,6 +14,7 @@ from common.config import resolve
 from common.config_errors import ConfigError, Information
 from common.config_model import Config, ProviderKind
 from common.config_slices import OrchestratorSlice
+from common.free_memory import free_memory
 from services.config_resolver.slices import slice_for
 from services.orchestrator.doctor import engine, machine
 from services.orchestrator.doctor import run as needs
@@ -113,7 +114,7 @@ def _of_run(config: Config | None, environ: Mapping[str, str]) -> list[Check]:
     return [
         Check("ports", lambda: needs.ports(config)),
         Check("model", lambda: needs.model(part, planned()), READ_LIMIT_S, DISK_SLOW),
-        Check("memory", lambda: needs.memory(part, planned()), READ_LIMIT_S, DISK_SLOW),
+        Check("memory", lambda: needs.memory(part, planned(), free_memory()), READ_LIMIT_S, DISK_SLOW),
         Check("disk", lambda: needs.disk(config, planned(), environ), READ_LIMIT_S, DISK_SLOW),
     ]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
-from common.free_memory import free_memory
 from common.messages.node_agent import HuggingFaceGguf
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 from services.orchestrator.plan_command import stage_size
@@ -21,7 +20,8 @@ from services.orchestrator.planner_facts import make_plan, planning_path
 from services.orchestrator.run_dir import default_path
 from worker.engine.cpu_objects import cache_folder
 
-PROCESS_BYTES = 600 * 2**20  # six services of 40 MB, and per worker some 150 MB of Python and tinygrad; rounded up
+SERVICES_BYTES = 240 * 2**20  # six of 40 MiB
+WORKER_BYTES = 150 * 2**20  # Python and tinygrad, of each stage
 ARCHIVE_BYTES_MIN = 2**30
 SOCKET_PATH_BYTES_MAX = 100  # Linux takes 107 and the names in a run directory are short
 LONGEST_NAME = "/ctrl-0123456789abcdef.sock"
@@ -119,16 +119,18 @@ def model(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Findi
     )
 
 
-def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Finding:
-    """Whether the stages fit this machine."""
+def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None, there: int) -> Finding:
+    """Whether the stages fit this machine. there: of free_memory."""
     if part.provider not in (ProviderKind.PROCESS, ProviderKind.DOCKER):
         return skip(f"the workers of provider {part.provider} have their own")
     if not isinstance(planned, RunPlan):
         return skip("the model's size is not known here")
-    there = free_memory()
+    if not there:
+        return skip("this machine does not say how much memory is available")
     sizes = [stage_size(planned, stage) for stage in planned.stages]
-    packed = sum(size.packed + size.cache for size in sizes) + PROCESS_BYTES
-    unpacked = sum(size.float16 + size.cache for size in sizes) + PROCESS_BYTES
+    processes = SERVICES_BYTES + WORKER_BYTES * len(sizes)
+    packed = sum(size.packed + size.cache for size in sizes) + processes
+    unpacked = sum(size.float16 + size.cache for size in sizes) + processes
     says = f"{_gib(packed)} needed ({_gib(unpacked)} by the portable kernels), {_gib(there)} available"
     way = "use a smaller [model] max_context or model, or more machines ([provider] kind = docker, swarm, external)"
     if packed > there:

@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from common.config_model import SocketAddr
+from common.config_model import ProviderKind, SocketAddr
 from services.orchestrator.doctor import machine, run
 from services.orchestrator.doctor.findings import Check, Finding, ok, results
+from services.orchestrator.plan_command import stage_size
 from tests.unit.engine.tiny_model import TinySpec, write_model
+from tests.unit.planner.test_plan_command import planned
 
 PROGRAM_LIMIT_S = 180
 
@@ -181,6 +184,23 @@ def test_addresses_that_cannot_be_bound() -> None:
     assert run.port_problem(SocketAddr("127.0.0.1", 0)) == ""
     assert "is no address of this machine" in run.port_problem(SocketAddr("203.0.113.7", 1234))
     assert "above port 65535" in run.port_problem(SocketAddr("127.0.0.1", 70000))
+
+
+def test_memory_counts_the_services_and_each_stage(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", TinySpec(layers=4, kind="Q8_0"))
+    plan, part = planned(tmp_path)
+    sizes = [stage_size(plan, stage) for stage in plan.stages]
+    processes = run.SERVICES_BYTES + 2 * run.WORKER_BYTES
+    packed = sum(size.packed + size.cache for size in sizes) + processes
+    unpacked = sum(size.float16 + size.cache for size in sizes) + processes
+    assert processes < packed < unpacked
+    there = {unpacked: "ok", unpacked - 1: "warn", packed: "warn", packed - 1: "fail", 1: "fail", 0: "skip"}
+    assert {size: run.memory(part, plan, size).status for size in there} == there
+    assert "does not say" in run.memory(part, plan, 0).says
+    assert "max_context" in run.memory(part, plan, 1).do
+    assert run.memory(part, None, unpacked).status == "skip"
+    rented = msgspec.structs.replace(part, provider=ProviderKind.VASTAI)
+    assert run.memory(rented, plan, 1).status == "skip"
 
 
 def test_missing_packages_are_named() -> None:
