@@ -9,6 +9,8 @@ from common.config_model import Config, ProviderKind
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 
 BUILD = "docker build -f compose/Dockerfile.worker -t {image} ."
+CDI = "cdi:"
+NO_GPUS = 'set [docker] gpus = "none"'
 START = "start Docker and try `docker info`; without Docker use [provider] kind = process"
 
 
@@ -31,14 +33,30 @@ def docker(config: Config | None, environ: Mapping[str, str]) -> Sequence[Findin
         found.append(
             warn(f"no image {config.image} on the engine; it will be pulled", BUILD.format(image=config.image))
         )
-    if config.provider is ProviderKind.DOCKER and config.docker_gpus != "none" and not _has_gpus(info):
-        found.append(
-            fail(
-                f"[docker] gpus = {config.docker_gpus}, but the engine knows no GPU",
-                'set [docker] gpus = "none", or install the NVIDIA container toolkit on the engine\'s machine',
-            )
-        )
+    if config.provider is ProviderKind.DOCKER:
+        found += gpus(config.docker_gpus, info)
     return found
+
+
+def gpus(wanted: str, info: Mapping[str, Any]) -> Sequence[Finding]:
+    """What the engine's info says against [docker] gpus."""
+    if wanted == "none":
+        return []
+    if wanted.startswith(CDI):
+        # Engines list what their specifications hold since API 1.50; the folders of these are configured everywhere.
+        listed = info.get("DiscoveredDevices")
+        if listed is None:
+            says = f"[docker] gpus = {wanted}: this engine lists no CDI devices, so nobody knows whether it has them"
+            return [warn(says, "see `nvidia-ctk cdi list` on the engine's machine")]
+        there = {device.get("ID") for device in listed if device.get("Source") == "cdi"}
+        missing = [name for name in wanted.removeprefix(CDI).split(",") if name not in there]
+        if missing:
+            says = f"[docker] gpus = {wanted}, but the engine knows no CDI device {', '.join(missing)}"
+            return [fail(says, f"see `nvidia-ctk cdi list` on the engine's machine, or {NO_GPUS}")]
+    elif "nvidia" not in (info.get("Runtimes") or {}):
+        says = f"[docker] gpus = {wanted}, but the engine has no NVIDIA runtime"
+        return [fail(says, f"{NO_GPUS}, or install the NVIDIA container toolkit on the engine's machine")]
+    return []
 
 
 def swarm(config: Config | None, environ: Mapping[str, str]) -> Finding:
@@ -66,7 +84,3 @@ def _ask(environ: Mapping[str, str], image: str) -> tuple[dict[str, Any], bool]:
     with engine.sentences("ask the Docker engine"):
         info = dict(engine.api().info())
     return info, bool(image) and engine.has_image(image)
-
-
-def _has_gpus(info: Mapping[str, Any]) -> bool:
-    return "nvidia" in (info.get("Runtimes") or {}) or bool(info.get("CDISpecDirs"))

@@ -17,13 +17,14 @@ import msgspec
 import pytest
 
 from common.config_model import ProviderKind, SocketAddr
-from services.orchestrator.doctor import machine, run
+from services.orchestrator.doctor import engine, machine, run
 from services.orchestrator.doctor.findings import Check, Finding, ok, results
 from services.orchestrator.plan_command import stage_size
 from tests.unit.engine.tiny_model import TinySpec, write_model
 from tests.unit.planner.test_plan_command import planned
 
 PROGRAM_LIMIT_S = 180
+GPU_0 = [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]
 
 
 def configured(folder: Path, model: Path, rpc: str = "127.0.0.1:0", more: str = "") -> Path:
@@ -201,6 +202,26 @@ def test_memory_counts_the_services_and_each_stage(tmp_path: Path) -> None:
     assert run.memory(part, None, unpacked).status == "skip"
     rented = msgspec.structs.replace(part, provider=ProviderKind.VASTAI)
     assert run.memory(rented, plan, 1).status == "skip"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "info", "statuses"),
+    [
+        ("none", {}, []),
+        ("all", {"Runtimes": {"runc": {}, "nvidia": {}}}, []),
+        ("all", {"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi", "/var/run/cdi"]}, ["fail"]),
+        ("device=0,1", {"Runtimes": None}, ["fail"]),
+        ("cdi:nvidia.com/gpu=all", {"CDISpecDirs": ["/etc/cdi"], "Runtimes": {"nvidia": {}}}, ["warn"]),
+        ("cdi:nvidia.com/gpu=all", {"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]}, []),
+        ("cdi:nvidia.com/gpu=0,nvidia.com/gpu=1", {"DiscoveredDevices": GPU_0}, ["fail"]),
+        ("cdi:nvidia.com/gpu=0", {"DiscoveredDevices": GPU_0}, []),
+        ("cdi:nvidia.com/gpu=0", {"DiscoveredDevices": []}, ["fail"]),
+    ],
+)
+def test_gpus_that_the_engine_knows(wanted: str, info: dict[str, Any], statuses: list[str]) -> None:
+    found = engine.gpus(wanted, info)
+    assert [one.status for one in found] == statuses
+    assert all(wanted in one.says and one.do for one in found)
 
 
 def test_missing_packages_are_named() -> None:
