@@ -18,6 +18,7 @@ from services.orchestrator.plan_command import stage_size
 from services.orchestrator.planner import PlanError, RunPlan
 from services.orchestrator.planner_facts import make_plan, planning_path
 from services.orchestrator.run_dir import default_path
+from services.provisioner.ledger import LedgerError, ledger_folder
 from worker.engine.cpu_objects import cache_folder
 
 SERVICES_BYTES = 240 * 2**20  # six of 40 MiB
@@ -144,10 +145,9 @@ def disk(config: Config, planned: RunPlan | PlanError | None, environ: Mapping[s
     packed = 0
     if isinstance(planned, RunPlan):
         packed = sum(stage_size(planned, stage).packed for stage in planned.stages)
-    state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "swactor-mq"
     findings = [
         _folder("the cache of repacked weights", cache_folder(), packed, "XDG_CACHE_HOME", worst="warn"),
-        _folder("the ledger of started workers", state, 2**20, "XDG_STATE_HOME"),
+        _ledger(environ),
         _run_directory(config.run_dir or default_path(environ)),
     ]
     if config.datastream_frame_log is not None:
@@ -155,6 +155,14 @@ def disk(config: Config, planned: RunPlan | PlanError | None, environ: Mapping[s
         needed = config.archive_max_bytes or ARCHIVE_BYTES_MIN
         findings.append(_folder("the frame archive", folder, needed, key, worst="warn"))
     return findings
+
+
+def _ledger(environ: Mapping[str, str]) -> Finding:
+    what = "the ledger of started workers"
+    try:
+        return _folder(what, ledger_folder(environ), 2**20, "XDG_STATE_HOME")
+    except LedgerError:
+        return fail(f"there is no place for {what}", "set HOME or XDG_STATE_HOME")
 
 
 def _folder(what: str, path: Path, needed: int, key: str, *, worst: str = "fail") -> Finding:

@@ -16,10 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.config import resolve
 from common.config_model import ProviderKind, SocketAddr
 from services.orchestrator.doctor import engine, machine, run
 from services.orchestrator.doctor.findings import Check, Finding, ok, results
 from services.orchestrator.plan_command import stage_size
+from services.provisioner.ledger import ledger_folder
 from tests.unit.engine.tiny_model import TinySpec, write_model
 from tests.unit.planner.test_plan_command import planned
 
@@ -222,6 +224,19 @@ def test_gpus_that_the_engine_knows(wanted: str, info: dict[str, Any], statuses:
     found = engine.gpus(wanted, info)
     assert [one.status for one in found] == statuses
     assert all(wanted in one.says and one.do for one in found)
+
+
+def test_the_ledger_is_looked_for_where_it_will_be(tmp_path: Path, model: Path) -> None:
+    words = [f"--runtime-config={configured(tmp_path, model)}"]
+    config = resolve(words, {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}, tmp_path, executable=Path("x"))
+
+    def ledger(environ: Mapping[str, str]) -> Finding:
+        return next(one for one in run.disk(config, None, environ) if "ledger" in one.says)
+
+    for environ in ({"HOME": str(tmp_path)}, {"XDG_STATE_HOME": str(tmp_path / "state")}):
+        assert f"{ledger_folder(environ)}," in ledger(environ).says and ledger(environ).status == "ok"
+    nowhere = ledger({"XDG_STATE_HOME": ""})
+    assert (nowhere.status, nowhere.do) == ("fail", "set HOME or XDG_STATE_HOME")
 
 
 def test_missing_packages_are_named() -> None:
