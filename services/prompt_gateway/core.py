@@ -181,10 +181,10 @@ class GatewayActor(ServiceActor):
                 self._suspension = None
                 if self.loop:
                     self.loop.resume(ctx)
-            case HoldServing() if self.loop:
+            case HoldServing() if self.loop and self._is_own(ctx):
                 self.edges.drop(ctx)
                 self.loop.hold(msg.error, ctx)
-            case RestoreServing():
+            case RestoreServing() if self._is_own(ctx):
                 self._restore(msg.run, ctx)
             case RequestCancelled() if self.loop:
                 self.loop.confirm_cancel(msg, ctx.sender, ctx)
@@ -360,7 +360,9 @@ class GatewayActor(ServiceActor):
 
     def _closed(self, ctx: Ctx) -> None:
         ctx.cancel(RPC_TIMER)
-        self.edges.close(ctx)
+        if self._next_run is None or self.edges.opener != self._next_run[1]:
+            # A run that takes over has opened its token edges before it asks for the RPC.
+            self.edges.close(ctx)
         ctx.cancel(UNSAID_TIMER)
         self._unsaid.clear()
         self.state, self._run, self._suspension = RpcState.CLOSED, None, None

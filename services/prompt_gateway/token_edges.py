@@ -144,7 +144,8 @@ class TokenEdges:
         self.token_in: int | None = None
         self.token_out: int | None = None
         self.failed = ""
-        self._opener = b""
+        self.opener = b""
+        """Whose run's edges these are."""
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """One of TOKEN_EDGE_EVENTS but TokenRecord, which is the serving loop's."""
@@ -153,28 +154,28 @@ class TokenEdges:
                 if self.token_out is not None:
                     self.close(ctx)
                 self._bound = True
-                self._opener, self.failed = ctx.sender, ""
+                self.opener, self.failed = ctx.sender, ""
                 self.token_out = msg.token_out.edge_id
                 ctx.effect(ListenTokenOut(msg.run, msg.token_out))
                 ctx.timer(PUMP_TIMER, TOKEN_EDGES_PUMP_MS)
             case TokenOutBound():
                 if msg.error:
-                    ctx.send(self._opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
+                    ctx.send(self.opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
                 else:
                     endpoint = EndpointWire(node_key=ctx.node, candidates=msg.candidates, relay=True)
-                    ctx.send(self._opener, TokenOutListening(endpoint=endpoint))
+                    ctx.send(self.opener, TokenOutListening(endpoint=endpoint))
             case OpenTokenIn():
                 if self.token_out is not None and self.token_in is None:
                     self.token_in = msg.token_in.edge_id
                     ctx.effect(DialTokenIn(msg.token_in))
             case EdgeUp():
                 ready = TokenEndpointReady(endpoint=self._name(msg.edge_id), path=msg.path)
-                ctx.send(self._opener, ready)
+                ctx.send(self.opener, ready)
             case EdgeDown():
                 if self.token_out is not None and not self.failed:
                     self.failed = f"pipeline {self._words(msg.edge_id)} stream fault: {msg.detail}"
                     failed = TokenEndpointFailed(endpoint=self._name(msg.edge_id), error=msg.detail)
-                    ctx.send(self._opener, failed)
+                    ctx.send(self.opener, failed)
             case CarryOut():
                 ctx.send(carrier_address(msg.peer), msg.message)
             case Carried():

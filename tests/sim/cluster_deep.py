@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BOUNDS_EVERY = 8
 """Turns of a process between two looks at its queues."""
 AFTER_ACK = (Phase.ACK, Phase.BOOTSTRAP, Phase.WEIGHTS, Phase.RPC, Phase.SERVING, *CLOSING)
+AGAIN = (Phase.RESTART, Phase.START, Phase.READINESS)
+"""Phases that a run with restarts goes through again, while the workers that live are acknowledged."""
 
 
 class DeepWatch:
@@ -60,11 +62,12 @@ class DeepWatch:
         is_current = self.cluster.started and self.cluster.run.actor_address == mine.orchestrator
         if is_current:
             phase = self.cluster.run.phase
+            after_ack = (*AFTER_ACK, *AGAIN) if self.cluster.plan.restart else AFTER_ACK
             if agent.core.stopping_run is not None and phase not in CLOSING:
                 raise Violation(f"{worker.host.name} stops its stage in phase {phase}")
-            if agent.readiness.acknowledged and phase not in AFTER_ACK:
+            if agent.readiness.acknowledged and phase not in after_ack:
                 raise Violation(f"{worker.host.name} was acknowledged in phase {phase}")
-            if provision is not None and phase not in AFTER_ACK:
+            if provision is not None and phase not in after_ack:
                 raise Violation(f"{worker.host.name} was provisioned in phase {phase}")
         gateway = self.cluster.actors.get(Role.GATEWAY)
         loop = gateway.loop if isinstance(gateway, GatewayActor) and not self.cluster.watch.had_other_gateway else None

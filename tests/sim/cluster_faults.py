@@ -86,6 +86,8 @@ class Plan:
     stages: int = 1
     """1: direct mode, one worker; else a pipeline of so many workers."""
     edges: str = "auto"
+    restart: bool = False
+    """[runtime] on_worker_loss = "restart"."""
     safety_ms: int = 0
     """How long the safety phase lasts at least; else it ends soon after the last fault and client."""
     clients: list[Script] = field(default_factory=list)

@@ -138,6 +138,9 @@ class SimProvider:
         error, self.faults.complete = self.faults.complete, ""
         host.later(host.world.rng.randint(1, 30), lambda: settle(None, error))
 
+    def _replace_node(self, host: SimHost, args: dict[str, Any], settle: Callable[[Any, str], None]) -> None:
+        self._stop_node(host, args, settle)
+
     def _stop_node(self, host: SimHost, args: dict[str, Any], settle: Callable[[Any, str], None]) -> None:
         ticket = self.tickets[args["handle"].id]
         error, self.faults.stop = self.faults.stop, ""

@@ -287,6 +287,7 @@ def _slices(plan: Plan) -> dict[str, bytes]:
         detail_json='{"provider":"process","hf_token":"set"}',
         pipeline_stages=plan.stages,
         pipeline_edges=plan.edges,
+        on_worker_loss="restart" if plan.restart else "fail",
     )
     slices = {
         Role.ORCHESTRATOR: orchestrator,

@@ -81,7 +81,8 @@ class Watch:
         """The run's facts are true ones, and its phases go one way (S1 9.4-9.7, 9.19)."""
         run = self.cluster.actors[Role.ORCHESTRATOR]
         assert isinstance(run, RunActor)
-        if ORDER[run.phase] < ORDER[self._phase]:
+        is_again = run.restarting or self._phase is Phase.RESTART
+        if ORDER[run.phase] < ORDER[self._phase] and not is_again:
             raise Violation(f"the run goes back from {self._phase} to {run.phase}")
         self._phase = run.phase
         truth = {worker.host.node.identity.key: worker for worker in self.cluster.provider.workers()}

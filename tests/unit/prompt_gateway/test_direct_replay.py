@@ -78,3 +78,18 @@ def test_the_engines_death_holds_the_prompt_and_its_own_fault_does_not() -> None
     (second,) = rig.prompts()
     rig.fault(second, "the prompt has 900 tokens, the context 512")
     assert rig.lines(conn)[-1]["error"] == "the prompt has 900 tokens, the context 512"
+
+
+def test_only_the_run_that_is_served_holds_and_restores() -> None:
+    """What an earlier run says late would hold a prompt for which nobody ever restores."""
+    rig = Rig().open(RESTARTING)
+    conn = rig.connect()
+    rig.ask(conn, 1, "greet", max_tokens=9)
+    (infer,) = rig.prompts()
+    stranger = b"s" * 32
+    rig.tell(HoldServing(error="node 1 exited"), src=stranger)
+    rig.tell(RestoreServing(run=RESTARTING), src=stranger)
+    rig.delta(infer, "Hello", 2)
+    rig.done(infer, "Hello")
+    assert [line["type"] for line in rig.lines(conn)] == ["text_delta", "done"]
+    assert rig.prompts() == []
