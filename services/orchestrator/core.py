@@ -265,8 +265,8 @@ class RunActor(RestartingRun):
                 case Command():
                     detail = {"command": report.command.kind, "stage_index": report.command.stage_index}
                     self.record(ctx, "run_command", "observed", detail)
-                case _ if not self.active:
-                    continue
+                case _ if not self.active or report.stage_index not in self.workers:
+                    continue  # a worker that the placement has left out may still have a word on its way
                 case NodeRuntimeReady():
                     self.runtime_ready(report, ctx)
                 case NodeRuntimeReadyAck():
