@@ -155,6 +155,9 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     wrong = [f"{key}: {figures['requests'][key]}" for key in ("unended", "doubled") if figures["requests"][key]]
     wrong += [f"{key}: {figures[key]}" for key in ("ended_twice_on_record", "unended_on_record") if figures[key]]
     wrong += figures["unplanned_ends"]
+    asked = sum(figures["requests"][key] for key in ("done", "fault", "refused"))
+    if 2 * figures["requests"]["done"] < asked or not asked:
+        wrong.append(f"answered: {figures['requests']['done']} of {asked} prompts whose client stayed")
     if figures["requests"]["closed"] > 3 * len(figures["run_ends"]):
         wrong.append(f"closed without a terminal: {figures['requests']['closed']}")
     first, second = figures["archive_bytes_per_minute_halves"]
@@ -168,6 +171,11 @@ def verdict(figures: dict[str, Any]) -> list[str]:
             if held.get(f"{name}_growth", 0) > most
         ]
     return wrong
+
+
+def unjudged(figures: dict[str, Any]) -> list[str]:
+    """Parts none of whose lives was long enough to tell whether it grows."""
+    return [part for part, held in figures["processes"].items() if "rss_bytes_growth" not in held]
 
 
 def say(text: str) -> None:
@@ -188,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(figures) if arguments.json else json.dumps(figures, indent=2))
     for line in wrong:
         say(f"soak: {line}")
+    if parts := unjudged(figures):
+        say(f"soak: no life was long enough to tell whether these grow: {', '.join(parts)}")
     return 1 if wrong else 0
 
 
