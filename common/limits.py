@@ -18,7 +18,9 @@ LINK_DOWN_FAILS_SENDS_MS = 5000  # S1 6.11, 10.12: a send fails when the link ha
 ADMIT_RESEND_MS = 500  # the relay may be restarting
 RELAY_UNCONFIRMED_MS = 60_000  # a router that restarted hears from its provisioner within seconds
 RELAY_NODES_MAX = 1024  # of one operator at one relay: a person's runs, and a bound for what a hostile one costs
+RELAY_SAVE_LIMIT_MS = 10_000  # a few kilobytes with an fsync; a router repeats what is not acknowledged
 RESYNC_MS = 1000  # a watcher that missed a Delta; it may be cut off for long, and each try is held 5 s anyway
+BUS_COUNTS_FIRST_MS = 1000  # so that a run of a few seconds has counts at all
 BUS_COUNTS_MS = 10_000  # a metrics scrape is rarely more often, and a day of it is 3 MB of archive
 BROKER_SILENT_MS = 10_000  # a bound node that pings no more for so long is unbound; its routes are SWIM's business
 

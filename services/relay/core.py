@@ -13,12 +13,11 @@ from common.addresses import Role
 from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.codec import Message
 from common.effects import Exit, JobDone, Log, OwnerGone, RunJob, SendFailed, StopSignal
-from common.limits import RELAY_NODES_MAX, RELAY_UNCONFIRMED_MS
+from common.limits import RELAY_NODES_MAX, RELAY_SAVE_LIMIT_MS, RELAY_UNCONFIRMED_MS
 from common.messages.bus import Admit, Admitted, PeerDown, PeerUp, Revoke, Revoked
 
 OWED_MAX = 1024  # beyond it the router learns from Undeliverable alone
 SAVE_JOB = "save"
-SAVE_LIMIT_MS = 10_000
 _CONFIRM = "confirm:"
 
 
@@ -154,7 +153,7 @@ class RelayActor(Actor):
             return
         self._saving, self._answers, self._dirty = self._answers, [], False
         workers = {key: known for key, known in self._broker.admitted.items() if known.role is Role.AGENT}
-        ctx.effect(RunJob(SAVE_JOB, "", {"workers": workers}, limit_ms=SAVE_LIMIT_MS))
+        ctx.effect(RunJob(SAVE_JOB, "", {"workers": workers}, limit_ms=RELAY_SAVE_LIMIT_MS))
 
     def _saved(self, done: JobDone, ctx: Ctx) -> None:
         answers, self._saving = self._saving or [], None

@@ -6,6 +6,7 @@ Whole or not at all on disk when `save` returns: what a relay has acknowledged o
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class RelayState:
     def __init__(self, path: Path) -> None:
         """Read it, or make it with a new key. Raises SecurityError with one sentence."""
         self.path = path
+        self._lock = threading.Lock()
         if not path.exists():
             self.keys = mint_keypair()
             self.workers: dict[bytes, Admission] = {}
@@ -73,9 +75,11 @@ class RelayState:
             ) from None
 
     def save(self, workers: Mapping[bytes, Admission]) -> None:
-        """Replace what is on disk. Raises SecurityError."""
+        """Replace what is on disk. Raises SecurityError. One at a time: a save that a hanging disk made late would
+        else put its older state over the newer one."""
         try:
-            self._write(workers)
+            with self._lock:
+                self._write(workers)
         except OSError as error:
             raise SecurityError(f"cannot write the relay's state {self.path}: {error.strerror}") from None
 

@@ -10,7 +10,7 @@ from common.actors import Actor, Ctx
 from common.addresses import Role
 from common.broker import Admission, Broker, NodeBound, NodeGone
 from common.effects import Exit, Log, OwnerGone, SendFailed, StopSignal
-from common.limits import ADMIT_RESEND_MS, BUS_COUNTS_MS, RESYNC_MS
+from common.limits import ADMIT_RESEND_MS, BUS_COUNTS_FIRST_MS, BUS_COUNTS_MS, RESYNC_MS
 from common.messages.bus import (
     Admit,
     Admitted,
@@ -35,7 +35,6 @@ EARLY_MAX = 1024
 _RESEND = "resend"
 _RESYNC = "resync"
 _COUNTS = "counts"
-FIRST_COUNTS_MS = 1000
 
 
 class UplinkChanged:
@@ -195,7 +194,7 @@ class RouterActor(Actor):
         )
         self._change(self._routes, [route], [], ctx)
         if name == Role.COLLECTOR:
-            ctx.timer(_COUNTS, FIRST_COUNTS_MS)
+            ctx.timer(_COUNTS, BUS_COUNTS_FIRST_MS)
 
     def _incarnation(self, key: bytes, boot: int, ctx: Ctx) -> None:
         """A newer boot of a node: what the older one hosted is unroutable at once."""
