@@ -171,15 +171,22 @@ def shipped_object(name: str, of: str | None = None) -> Path:
     return SHIPPED / f"{of or machine()}-{name}-{source_stamp()}.o"
 
 
+def present_object(name: str) -> tuple[bytes, str] | None:
+    """The object for one instruction set and where it came from, None where it would have to be compiled."""
+    shipped = shipped_object(name)
+    for path, origin in ((shipped, "shipped"), (cache_folder() / shipped.name, "cached")):
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()
+            if data[:4] == b"\x7fELF":
+                return data, origin
+    return None
+
+
 def find_object(name: str) -> tuple[bytes, str]:
     """The object for one instruction set and where it came from. Raises CompileError."""
-    with contextlib.suppress(OSError):
-        return shipped_object(name).read_bytes(), "shipped"
+    if (found := present_object(name)) is not None:
+        return found
     cached = cache_folder() / shipped_object(name).name
-    with contextlib.suppress(OSError):
-        data = cached.read_bytes()
-        if data[:4] == b"\x7fELF":
-            return data, "cached"
     try:
         compile_object(name, cached)
         return cached.read_bytes(), "compiled"

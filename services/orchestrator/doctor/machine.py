@@ -18,13 +18,12 @@ from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 from worker.engine.cpu_objects import (
     CHOICE,
     CompileError,
-    cache_folder,
     chosen,
     compile_object,
     compilers,
     instruction_sets,
     machine,
-    shipped_object,
+    present_object,
 )
 
 PROBE_LIMIT_S = 60.0  # tinygrad's import, opening devices, and the first compilation on a slow disk
@@ -121,13 +120,8 @@ def kernels() -> Finding:
         )
     best = names[0]
     says = f"{best} (this processor can run {', '.join(instruction_sets())})"
-    shipped = shipped_object(best)
-    for place, path in (("shipped", shipped), ("cached", cache_folder() / shipped.name)):
-        try:
-            if path.read_bytes()[:4] == b"\x7fELF":
-                return ok(f"{says}, {place}")
-        except OSError:
-            continue
+    if (found := present_object(best)) is not None:
+        return ok(f"{says}, {found[1]}")
     try:
         with tempfile.TemporaryDirectory(prefix="smq-doctor-") as folder:
             compile_object(best, Path(folder) / "step.o")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -20,6 +21,8 @@ from worker.engine.cpu_objects import (
     find_object,
     instruction_sets,
     machine,
+    present_object,
+    shipped_object,
     source_stamp,
     zig,
 )
@@ -175,6 +178,24 @@ def test_the_stamp_is_the_same_in_every_process() -> None:
         env = {**os.environ, "PYTHONHASHSEED": seed}
         result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert result.stdout.strip() == source_stamp()
+
+
+def test_an_object_that_is_there_is_the_shipped_one_then_the_cached_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was cut off, shipped or cached, is none."""
+    monkeypatch.setattr("worker.engine.cpu_objects.SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert present_object("base") is None
+    shipped, cached = shipped_object("base"), tmp_path / "swactor-mq" / shipped_object("base").name
+    for path in (shipped, cached):
+        path.parent.mkdir()
+        path.write_bytes(b"\x7fEL")
+    assert present_object("base") is None
+    cached.write_bytes(b"\x7fELF cached")
+    assert present_object("base") == find_object("base") == (b"\x7fELF cached", "cached")
+    shipped.write_bytes(b"\x7fELF shipped")
+    assert present_object("base") == find_object("base") == (b"\x7fELF shipped", "shipped")
 
 
 def test_no_compiler_is_one_sentence(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
