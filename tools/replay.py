@@ -1,8 +1,11 @@
-"""`mvp-replay`: feed a recording of mvp-tap into the orchestrator's core and show where it says something else.
+"""`mvp-replay`: feed a recording of mvp-tap into the orchestrator's core and show where its records or the types of its
+messages differ.
 
 The core runs on the recording's own time with the addresses and views of that run. What is not on the bus (a stop word
 on stdin, a signal, a service that was restarted) is taken from the run's own records, which are. Two things are
-compared: what the core sends, by destination and type, and its bootstrap records, in order.
+compared: which types of messages the core sends to which parts (all workers count as one), and its bootstrap records by
+phase, status and node, in order but for ORDER_SLACK places. Contents are not compared. How often a type was sent is
+shown where it differs, but is no divergence: resends depend on how fast the other side was.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ example:
 NOT_COMPARED = frozenset({"Observe", "Gap", "Register", "Unregister", "Watch", "ConfigGet", "Hello", "Goodbye"})
 """Of the node, not of the core: its link, its routes, its records' batches."""
 CLOSING = (CloseRpc, StopRun, StopNodes)
+SAME = "the same types of messages to the same parts, and the same records"
 SHOWN_MAX = 20
 ORDER_SLACK = 8  # records: what came over two planes, or in the same millisecond, may have been handled the other way
 
@@ -79,9 +83,13 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """Recorded against replayed. sent: (destination, type) → how often."""
+    """Recorded against replayed. recorded, replayed: (destination, type) → how often it was sent.
+
+    unknown: of the inputs, how many went to addresses that the core does not have; they do nothing.
+    """
 
     inputs: int = 0
+    unknown: int = 0
     recorded: Counter[tuple[str, str]] = field(default_factory=Counter)
     replayed: Counter[tuple[str, str]] = field(default_factory=Counter)
     recorded_steps: list[Step] = field(default_factory=list)
@@ -108,11 +116,19 @@ class Outcome:
             if left:
                 found.append(f"only the replay has the record {_step(left[0][1])}")
         for what in sorted(self.recorded.keys() | self.replayed.keys()):
-            # Resends depend on how fast the other side was: that it was said counts, not how often.
             if bool(self.recorded[what]) != bool(self.replayed[what]):
                 who = "recorded only" if self.recorded[what] else "replayed only"
                 found.append(f"{who}: {what[1]} to {what[0]}")
         return found
+
+    def amounts(self) -> list[str]:
+        """Sentences about what was sent in both, but not equally often."""
+        both = sorted(self.recorded.keys() & self.replayed.keys())
+        return [
+            f"{self.recorded[what]} recorded, {self.replayed[what]} replayed: {what[1]} to {what[0]}"
+            for what in both
+            if self.recorded[what] != self.replayed[what]
+        ]
 
 
 def _step(step: Step) -> str:
@@ -120,10 +136,14 @@ def _step(step: Step) -> str:
 
 
 # --- the recording ------------------------------------------------------------------------------------------------
-def read(path: Path) -> list[Passed]:
-    """Each envelope once, as the router saw it. Raises TapError, OSError."""
+def read(path: Path) -> tuple[list[Passed], int]:
+    """Each envelope once, as the router saw it, and how many of its entries were none that can be decoded.
+
+    Raises TapError, OSError.
+    """
     seen: set[tuple[bytes, int, int, int]] = set()
     found: list[Passed] = []
+    undecodable = 0
     for entry in recorded(path):
         if entry is None or entry[0] != "router":
             continue
@@ -132,13 +152,14 @@ def read(path: Path) -> list[Passed]:
             envelope = decode_envelope(msgspec.msgpack.decode(entry[1])[4])
             message = decode_body(envelope.tag, envelope.body)
         except (BadEnvelope, msgspec.MsgspecError, IndexError, TypeError):
+            undecodable += 1
             continue
         key = (envelope.src_node, envelope.src_boot, envelope.id, envelope.tag)
         if envelope.id and key in seen:
             continue
         seen.add(key)
         found.append(Passed(line.wall_ms, envelope, message))
-    return found
+    return found, undecodable
 
 
 def _routes(passed: Sequence[Passed]) -> Iterator[RouteEntry]:
@@ -253,6 +274,8 @@ class Replay:
             self._publish(message)
         elif self.system.hosts(envelope.dst):
             self.system.deliver(envelope.dst, message, src=envelope.src, src_node=envelope.src_node, id=envelope.id)
+        else:
+            self._outcome.unknown += 1
 
     def _publish(self, update: Snapshot | Delta) -> None:
         """A view as the recorded node saw it; the first updates of a recording may follow a Snapshot before it."""
@@ -330,17 +353,18 @@ def _planned(job: RunJob) -> JobDone:
 
 # --- the program --------------------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> int:
-    """0: core and recording say the same; 1: they do not, or there is nothing to replay."""
+    """0: the same records and types of messages; 1: others, or there is nothing to replay."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Feed a recording into the orchestrator's core and show where it says something else.",
+        description="Feed a recording into the orchestrator's core and show where it differs: in the types of\n"
+        "messages to each part, and in the records (phase, status, node) and their order. Contents are not compared.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a recording of mvp-tap from the start of a run")
     args = parser.parse_args(argv)
     try:
-        passed = read(args.file)
+        passed, undecodable = read(args.file)
         if not passed:
             raise ReplayError(f"{args.file} holds no envelope of the router")
         outcome = Replay(passed).run()
@@ -355,13 +379,20 @@ def main(argv: list[str] | None = None) -> int:
         f"{outcome.inputs} inputs; {len(outcome.recorded_steps)} records and {sum(outcome.recorded.values())} messages "
         f"recorded, {len(outcome.replayed_steps)} and {sum(outcome.replayed.values())} replayed"
     )
+    if undecodable:
+        print(f"  {undecodable} entries of the router cannot be decoded; they were left out")
+    if outcome.unknown:
+        print(f"  {outcome.unknown} of the inputs went to addresses that the core does not have; they did nothing")
+    for sentence in outcome.amounts()[:SHOWN_MAX]:
+        print(f"  not compared: {sentence}")
     for sentence in found[:SHOWN_MAX]:
         print(f"  {sentence}")
     if outcome.reordered:
         print(
             f"  {outcome.reordered} records in another order: the tap shows when something passed, not when it was read"
         )
-    print("the core says what it said" if not found else f"diverges in {len(found)} places")
+    in_order = " but for their order" if outcome.reordered else " in the same order"
+    print(SAME + in_order if not found else f"diverges in {len(found)} places")
     return 1 if found else 0
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from common.addresses import Plane
+from common.codec import encode_envelope
 from common.messages.provision import NodeStarted
 from tests.e2e.stack import Stack, wait_for
 from tools import replay, tap
-from tools.replay import Replay, read
+from tools.replay import Outcome, Replay, read
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,12 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.e2e
 def test_the_core_says_what_it_said(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([str(recording)]) == 0, capsys.readouterr().out
-    assert "the core says what it said" in capsys.readouterr().out
+    assert replay.SAME in capsys.readouterr().out
 
 
 @pytest.mark.e2e
 def test_an_input_that_is_missing_is_where_it_diverges(recording: Path) -> None:
-    passed = [one for one in read(recording) if not isinstance(one.message, NodeStarted)]
+    passed = [one for one in read(recording)[0] if not isinstance(one.message, NodeStarted)]
     found = Replay(passed).run().divergences()
     assert "recorded provider_start ready of node 1" in found[0], found
     assert any("RuntimeReadyAck" in sentence and sentence.startswith("recorded only") for sentence in found)
@@ -52,11 +56,41 @@ def test_an_input_that_is_missing_is_where_it_diverges(recording: Path) -> None:
 
 @pytest.mark.e2e
 def test_what_a_prompt_caused_is_in_the_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = next(one for one in read(recording) if type(one.message).__name__ == "InferPrompt")
+    asked = next(one for one in read(recording)[0] if type(one.message).__name__ == "InferPrompt")
     assert tap.main(["--read", str(recording), "--tree", str(asked.envelope.id)]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = next(number for number, line in enumerate(lines) if "InferPrompt" in line)
     assert any("TextDelta" in line for line in lines[at + 1 :])
+
+
+@pytest.mark.e2e
+def test_what_cannot_be_fed_in_is_counted(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replay.main([str(recording)])
+    before = capsys.readouterr().out
+    assert "cannot be decoded" not in before
+    file = tmp_path / "more.tap"
+    file.write_bytes(recording.read_bytes())
+    passed, _ = read(recording)
+    asked = next(one for one in passed if isinstance(one.message, NodeStarted))
+    stray = msgspec.structs.replace(asked.envelope, dst=b"?" * 32, id=asked.envelope.id + (1 << 40))
+    with file.open("ab") as more:
+        for frame in (b"junk", encode_envelope(stray)):
+            at_ms = passed[-1].at_ms
+            tap.write_entry(
+                more, "router", msgspec.msgpack.encode((at_ms, int(Plane.CONTROL), "in", "forwarded", frame))
+            )
+    assert replay.main([str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "1 entries of the router cannot be decoded" in told
+    assert Replay(read(file)[0]).run().unknown == Replay(passed).run().unknown + 1
+    assert "inputs went to addresses that the core does not have" in told
+
+
+def test_how_often_is_shown_and_is_no_divergence() -> None:
+    what, once = ("prompt_gateway", "OpenPromptRpc"), ("worker", "RuntimeReadyAck")
+    outcome = Outcome(recorded=Counter({what: 2, once: 1}), replayed=Counter({what: 3, once: 1}))
+    assert outcome.divergences() == []
+    assert outcome.amounts() == ["2 recorded, 3 replayed: OpenPromptRpc to prompt_gateway"]
 
 
 def test_what_cannot_be_replayed_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
