@@ -36,6 +36,7 @@ class LaunchFile(msgspec.Struct, frozen=True, kw_only=True):
     run: the run's nonce. endpoints: plane name ("control", "prompt", "edge", "stream") → ZeroMQ endpoint of the door.
     orchestrator: the ActorAddress whose orders count (authorized_orchestrator). orchestrator_node: its node key, "" if
     not known. hf_token: "" if not needed. device: tinygrad's DEV, "" for the worker's own choice. profile: SWIM's.
+    measure: the engine measures its speed before it is ready.
     """
 
     v: int = LAUNCH_FILE_VERSION
@@ -52,6 +53,7 @@ class LaunchFile(msgspec.Struct, frozen=True, kw_only=True):
     hf_token: str = ""
     device: str = ""
     profile: str = "lan"
+    measure: bool = False
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())

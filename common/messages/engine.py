@@ -46,13 +46,14 @@ class EdgeBind(msgspec.Struct, frozen=True, kw_only=True):
 class Initialize(Message, frozen=True, kw_only=True, tag=240):
     """Agent → engine, first: answered by EngineReady or Fatal. device: tinygrad's DEV, "" for its default.
 
-    edge: bind the edge endpoint before EngineReady; absent: this engine has no edges.
+    edge: bind the edge endpoint before EngineReady; absent: this engine has no edges. measure: say bytes_per_s.
     """
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     device: str = ""
     threads: U32 = 0
     edge: EdgeBind | None = None
+    measure: bool = False
 
 
 class EngineReady(Message, frozen=True, kw_only=True, tag=241):

@@ -23,7 +23,7 @@ class ProviderMount(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeProvisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a provider needs to start one worker (S1 5.4). env holds no secret. attempt: counts the restarts of this
-    node; each is another worker, with a key of its own."""
+    node; each is another worker, with a key of its own. measure: its engine reports speed (placement by measure)."""
 
     run_id: U64
     node_id: U64
@@ -33,6 +33,7 @@ class NodeProvisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     args: list[str] = []
     mounts: list[ProviderMount] = []
     attempt: U32 = 0
+    measure: bool = False
 
 
 class PrepareProvider(Message, frozen=True, kw_only=True, tag=60):

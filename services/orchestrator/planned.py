@@ -123,8 +123,10 @@ class PlannedRun(StartUp):
 
     def specs(self) -> list[NodeProvisionSpec]:
         """The plan's workers."""
-        started = self._started
-        return super().specs() if started is None else node_specs(started, self.config.image, self.mounts())
+        started, config = self._started, self.config
+        if started is None:
+            return super().specs()
+        return node_specs(started, config.image, self.mounts(), measure=config.pipeline_placement == "measured")
 
     # --- placement by measure -----------------------------------------------------------------------------------
     def _place_measured(self, plan: RunPlan, ctx: Ctx) -> None:

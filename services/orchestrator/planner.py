@@ -327,8 +327,10 @@ def _check_edges(plan: RunPlan) -> None:
 
 
 # --- what the plan is used for ------------------------------------------------------------------------------------
-def node_specs(plan: RunPlan, image: str, mounts: Sequence[ProviderMount] = ()) -> list[NodeProvisionSpec]:
-    """The workers to start (S1 5.3: before provisioning)."""
+def node_specs(
+    plan: RunPlan, image: str, mounts: Sequence[ProviderMount] = (), *, measure: bool = False
+) -> list[NodeProvisionSpec]:
+    """The workers to start (S1 5.3: before provisioning). measure: they are placed once more by what they measure."""
     return [
         NodeProvisionSpec(
             run_id=plan.run_id,
@@ -336,6 +338,7 @@ def node_specs(plan: RunPlan, image: str, mounts: Sequence[ProviderMount] = ()) 
             stage_index=stage.stage_index,
             image=image,
             mounts=list(mounts),
+            measure=measure,
         )
         for stage in plan.stages
     ]

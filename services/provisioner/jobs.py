@@ -164,6 +164,7 @@ class ProvisionerJobs:
             hf_token=self._hf_token,
             device=spec.env.get("DEV") or self._here.environment.get("DEV", ""),
             profile="wan" if self._config.provider in WIDE_AREA_PROVIDERS else "lan",
+            measure=spec.measure,
         )
         with self._files:
             try:

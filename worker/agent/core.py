@@ -148,7 +148,7 @@ class NodeAgentActor(Actor):
         self._record(ctx, BOOTSTRAP, "engine", "started", {"boot": ctx.boot})
         ctx.effect(StartEngine())
         mine = self.identity
-        initialize = wire.Initialize(device=mine.device, threads=mine.threads, edge=mine.edge)
+        initialize = wire.Initialize(device=mine.device, threads=mine.threads, edge=mine.edge, measure=mine.measure)
         ctx.effect(EngineSend(initialize))
         ctx.timer("lease", self.identity.lease_ms)
         self._mind(ctx)

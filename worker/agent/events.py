@@ -16,7 +16,8 @@ from worker.stage_controller import Output
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is, from its launch file; device is tinygrad's DEV, "" for its own choice; threads 0: all."""
+    """Who this worker is, from its launch file; device is tinygrad's DEV, "" for its own choice; threads 0: all.
+    measure: the engine measures its speed."""
 
     run_id: int
     node_id: int
@@ -25,6 +26,7 @@ class WorkerIdentity:
     """The ActorAddress whose orders count (authorized_orchestrator)."""
     device: str = ""
     threads: int = 0
+    measure: bool = False
     edge: EdgeBind | None = None
     """Where the engine takes edges; None: nowhere."""
     lease_ms: int = LEASE_TTL_MS

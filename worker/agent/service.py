@@ -72,6 +72,7 @@ class Worker:
             stage_index=launch.stage_index,
             orchestrator=bytes.fromhex(launch.orchestrator),
             device=launch.device,
+            measure=launch.measure,
             lease_ms=LEASE_TTL_RENTED_MS if launch.profile == "wan" else LEASE_TTL_MS,
             edge=edge_bind(launch, KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))),
         )

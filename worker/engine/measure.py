@@ -1,7 +1,8 @@
 """What this worker can do, for a placement by measure: how fast one thread reads its memory.
 
-A few milliseconds at start-up. It stands for the speed of decoding, which reads all weights for each token; on other
-devices than the CPU it would say nothing, so that nothing is said.
+It takes some 70 ms before an engine is ready, so that only a run with that placement asks for it. It stands for the
+speed of decoding, which reads all weights for each token; on other devices than the CPU it would say nothing, so that
+nothing is said.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class EngineProcess:
             elapsed_ms=_elapsed_ms(started),
             edge_candidates=self._port.stage.candidates,
             memory_bytes=free_memory() if is_cpu else 0,
-            bytes_per_s=measure.read_speed() if is_cpu else 0,
+            bytes_per_s=measure.read_speed() if is_cpu and message.measure else 0,
         )
         self._port.send(ready)
 

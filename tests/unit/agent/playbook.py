@@ -58,8 +58,8 @@ class Agent(Harness):
 
     actor: NodeAgentActor
 
-    def __init__(self, report_to: bytes | None = None) -> None:
-        identity = WorkerIdentity(RUN, NODE_ID, STAGE, ORCHESTRATOR, device="CPU", threads=2)
+    def __init__(self, report_to: bytes | None = None, *, measure: bool = False) -> None:
+        identity = WorkerIdentity(RUN, NODE_ID, STAGE, ORCHESTRATOR, device="CPU", threads=2, measure=measure)
         super().__init__(NodeAgentActor(identity, PUBLISHER, SWIM, report_to))
 
     def engine(self, *messages: Message) -> None:

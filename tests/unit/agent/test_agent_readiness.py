@@ -60,6 +60,7 @@ STAGE_READY = ObserveStageReady(run_id=RUN, stage_index=STAGE)
 def test_the_engine_is_started_first_and_nothing_is_reported_before_it_answers() -> None:
     agent = Agent()
     assert agent.told() == [Initialize(device="CPU", threads=2)]
+    assert Agent(measure=True).told() == [Initialize(device="CPU", threads=2, measure=True)]
     assert agent.effects() == [StartEngine()]
     agent.advance(1500)
     assert agent.sent() == []

@@ -202,6 +202,15 @@ def test_a_layer_range_that_the_model_does_not_have(tmp_path: Path, model_path: 
         assert "layer range 5..31 is not inside the model's 30 layers" in link.until(Fatal)[0].error
 
 
+@pytest.mark.parametrize("measure", [False, True])
+def test_speed_is_measured_only_where_it_is_asked_for(tmp_path: Path, measure: bool) -> None:
+    with EngineLink(tmp_path / "log") as link:
+        link.send(Initialize(device="CPU", measure=measure))
+        ready = link.receive()
+        assert isinstance(ready, EngineReady)
+        assert ready.memory_bytes > 0 and (ready.bytes_per_s > 0) is measure
+
+
 def test_it_dies_with_its_agent(tmp_path: Path) -> None:
     link = EngineLink(tmp_path / "log")
     link.send(Initialize())

@@ -74,6 +74,7 @@ def test_workers_are_started_from_the_plan_and_never_before_it() -> None:
     play.prepared()
     starts = play.said(StartNode)
     assert [(s.spec.node_id, s.spec.stage_index) for s in starts] == [(NODE_ID, 0), (NODE_ID + 1, 1)]
+    assert not any(s.spec.measure for s in starts)
 
 
 @pytest.mark.spec("S1 10.4", "S1 4.4")
@@ -171,6 +172,12 @@ def measured(*facts: tuple[int, float]) -> PlannedPlay:
     play.said()
     play.completed()
     return play
+
+
+def test_workers_are_asked_to_measure() -> None:
+    play = PlannedPlay().begin(SIZED, pipeline_placement="measured").planned()
+    play.prepared()
+    assert [s.spec.measure for s in play.said(StartNode)] == [True, True]
 
 
 def test_layers_follow_what_the_workers_measured() -> None:

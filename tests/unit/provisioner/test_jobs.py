@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.addresses import Plane, Role
@@ -156,6 +157,13 @@ def test_the_launch_file_holds_what_a_worker_needs_and_goes_at_the_stop(workshop
     assert minted.handle_id.startswith("01010101-2-")
     workshop.jobs.stop_node(workshop.jobs.start_node(minted, SPEC, RUN), False)
     assert list(workshop.nodes.iterdir()) == []
+
+
+def test_the_wish_to_measure_reaches_the_launch_file(workshop: Workshop) -> None:
+    spec = msgspec.structs.replace(SPEC, measure=True)
+    minted = workshop.jobs.mint(spec, RUN, bytes([0x0C] * 32), bytes([0x0D] * 32))
+    assert LaunchFile.read(Path(minted.launch)).measure
+    assert not LaunchFile.read(Path(workshop.mint().launch)).measure
 
 
 @pytest.mark.spec("S1 9.20")
