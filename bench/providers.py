@@ -29,8 +29,11 @@ from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
 ROUNDS = 3
+PROVIDERS = ("process", "docker")
+PROMPTS = 5  # of each pipeline in a round
 JOINS, JOINS_AT_ONCE, RESTART_EVERY = 100, 10, 3
 READY_S = 180.0
+PARTS = ("relay", "containers", "faults")
 PROMPT, TOKENS = "Write a very long story about a lighthouse keeper and the sea.", 64
 CONFIG = """\
 [runtime]
@@ -69,40 +72,43 @@ def times(archive: Path) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
     return found
 
 
-def one_run(engine: TestEngine, provider: str, stages: int) -> tuple[float, float]:
-    """(seconds from provider start to the last runtime-ready report, tokens a second)."""
-    with tempfile.TemporaryDirectory(prefix="smq-bench-") as name:
-        folder = Path(name)
+class Stack:
+    """A run of mvp-orchestrator whose prompts are served; its workers are processes or containers."""
+
+    def __init__(self, engine: TestEngine, folder: Path, provider: str, stages: int) -> None:
+        folder.mkdir()
         archive, config = folder / "archive.jsonl", folder / "config.toml"
         wanted = {"provider": provider, "stages": stages, "edges": "relay", "image": WORKER_IMAGE}
         config.write_text(CONFIG.format(model=default_model_path(), archive=archive, **wanted))
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=engine.environment | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)},
         )
-        try:
-            until = time.monotonic() + READY_S
-            while ("prompt_rpc", "ready") not in (seen := times(archive)):
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"{provider} with {stages} stages was not ready")
-                time.sleep(0.1)
-            ready_s = seen["node_runtime_ready", "ready"][0] - seen["node_spec", "ready"][0]
-            with contextlib.closing(PromptClient.connect(seen["prompt_rpc", "ready"][1]["addr"], wait_s=5)) as client:
-                client.complete(PROMPT, max_tokens=4)
-                began = time.monotonic()
-                done = client.complete(PROMPT, max_tokens=TOKENS)
-                rate = done.tokens_generated / (time.monotonic() - began)
-            assert process.stdin is not None
-            process.stdin.write(b"stop\n")
-            process.stdin.flush()
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(60)
-    return ready_s, rate
+        until = time.monotonic() + READY_S
+        while ("prompt_rpc", "ready") not in (seen := times(archive)):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.close()
+                raise RuntimeError(f"{provider} with {stages} stages was not ready")
+            time.sleep(0.1)
+        self.ready_s = seen["node_runtime_ready", "ready"][0] - seen["node_spec", "ready"][0]
+        """From the order to start the workers to the last one's report that it is ready."""
+        self._addr = seen["prompt_rpc", "ready"][1]["addr"]
+
+    def rate(self) -> float:
+        """Tokens a second of one prompt."""
+        with contextlib.closing(PromptClient.connect(self._addr, wait_s=5)) as client:
+            client.complete(PROMPT, max_tokens=4)
+            began = time.monotonic()
+            done = client.complete(PROMPT, max_tokens=TOKENS)
+            return done.tokens_generated / (time.monotonic() - began)
+
+    def close(self) -> None:
+        """Until it has ended."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(60)
 
 
 def relay() -> dict[str, object]:
@@ -123,28 +129,49 @@ def relay() -> dict[str, object]:
     }
 
 
+def spread(key: str, values: list[float], digits: int = 3) -> dict[str, object]:
+    """Median, smallest and largest."""
+    named = {key: statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+    return {name: round(value, digits) for name, value in named.items()}
+
+
+def one_round(engine: TestEngine, folder: Path, found: dict[str, list[float]]) -> None:
+    """Starts one after the other; then both pipelines live and answer in turn, so that what else runs hits both."""
+    for provider in PROVIDERS:
+        stack = Stack(engine, folder / f"one-{provider}", provider, 1)
+        stack.close()
+        found.setdefault(f"{provider}_ready_s", []).append(stack.ready_s)
+    stacks: dict[str, Stack] = {}
+    try:
+        for provider in PROVIDERS:
+            stacks[provider] = Stack(engine, folder / f"two-{provider}", provider, 2)
+        for turn in range(PROMPTS):
+            for provider in PROVIDERS if turn % 2 else reversed(PROVIDERS):
+                found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(stacks[provider].rate())
+    finally:
+        for stack in stacks.values():
+            stack.close()
+
+
 def containers(rounds: int) -> dict[str, object]:
-    """One and two workers in containers against the same as processes, alternating."""
+    """One and two workers in containers against the same as processes, in turn."""
     if why := why_not():
         return dict.fromkeys(("docker_ready_extra_s", "docker_share_2_stages")) | {
             "docker_ready_extra_s_why": why,
             "docker_share_2_stages_why": why,
         }
     folder = Path(tempfile.mkdtemp(prefix="smq-docker-", dir="/tmp"))
-    engine = TestEngine(folder)
+    engine = TestEngine(folder / "engine")
     found: dict[str, list[float]] = {}
     try:
         engine.start()
         engine.build_base()
         engine.build("compose/Dockerfile.worker", WORKER_IMAGE)
         for number in range(rounds):
-            for provider in ("process", "docker"):
-                ready_s, _ = one_run(engine, provider, 1)
-                found.setdefault(f"{provider}_ready_s", []).append(ready_s)
-                _, rate = one_run(engine, provider, 2)
-                found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(rate)
-            newest = {key: round(values[-1], 2) for key, values in found.items()}
-            print(f"round {number + 1}: {newest}", file=sys.stderr)
+            (folder / str(number)).mkdir()
+            one_round(engine, folder / str(number), found)
+            newest = {key: round(statistics.median(values), 2) for key, values in found.items()}
+            print(f"medians after round {number + 1}: {newest}", file=sys.stderr)
         left = len(engine.containers())
     finally:
         engine.close()
@@ -153,21 +180,16 @@ def containers(rounds: int) -> dict[str, object]:
     shares = [docker / process for docker, process in pairs]
     pairs = zip(found["docker_ready_s"], found["process_ready_s"], strict=True)
     extras = [docker - process for docker, process in pairs]
-    return {
-        "docker_ready_extra_s": round(statistics.median(extras), 2),
-        "docker_ready_extra_s_min": round(min(extras), 2),
-        "docker_ready_extra_s_max": round(max(extras), 2),
-        "docker_share_2_stages": round(statistics.median(shares), 3),
-        "docker_share_2_stages_min": round(min(shares), 3),
-        "docker_share_2_stages_max": round(max(shares), 3),
-        "containers_left": left,
-        **{key: round(statistics.median(values), 3) for key, values in found.items()},
-    }
+    figures = {**spread("docker_ready_extra_s", extras, 2), **spread("docker_share_2_stages", shares)}
+    for key, values in found.items():
+        figures |= spread(key, values, 2)
+    return {**figures, "containers_left": left}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The campaign is long: half an hour on two idle cores."""
     parser.add_argument("--every", type=int, default=1, metavar="N", help="play each Nth case of the fault campaign")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this; may be repeated")
 
 
 def faults(every: int) -> dict[str, object]:
@@ -180,5 +202,12 @@ def faults(every: int) -> dict[str, object]:
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """The relay's joins once, the containers in rounds, the fault campaign once."""
-    figures = {**relay(), **containers(arguments.rounds), **faults(arguments.every)}
+    wanted = arguments.part or PARTS
+    figures: dict[str, object] = {}
+    if "relay" in wanted:
+        figures |= relay()
+    if "containers" in wanted:
+        figures |= containers(arguments.rounds)
+    if "faults" in wanted:
+        figures |= faults(arguments.every)
     return {**figures, "rounds": arguments.rounds, "cpus": os.cpu_count()}

@@ -38,7 +38,7 @@ from services.provisioner.external_provider import GOODBYE_MS, GOODBYE_TIMER, PR
 from services.provisioner.external_provider import NAME as EXTERNAL
 from services.provisioner.plugin import Exited, Failed, PluginNodeHandle, StderrLine
 from services.provisioner.replacing import Replacing, failed
-from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Run, Stopping, WorkerNode
+from services.provisioner.state import Minted, NodeObserved, NodeState, Prepared, Rechecked, Run, Stopping, WorkerNode
 from services.provisioner.unsaid import UNSAID_TIMER, Unsaid
 
 PREPARE_LIMIT_MS = 110_000  # stopping leftovers of an earlier run may take a while
@@ -48,8 +48,8 @@ CANCELLABLE = frozenset({"vastai"})
 """Providers whose start takes minutes and can be given up."""
 AWAITED = frozenset({EXTERNAL, "vastai"})
 """Providers whose worker has started when it is on the bus: somebody walks there first, or it is installed first."""
-OWED_MS = 20_000  # between two looks for a worker whose start or stop nobody has confirmed
-_OWED = "owed"
+RECHECK_INTERVAL_MS = 20_000  # between two looks for a worker whose start or stop nobody has confirmed
+_RECHECK = "recheck"
 _OWNER_FAST = "owner:fast"
 _OWNER_EXIT = "owner:exit"
 
@@ -82,6 +82,7 @@ class ProvisionerActor(Replacing):
         self._presence = Presence()
         self._unsaid = Unsaid()
         self._goodbye_over = False
+        self._recheck_problems: tuple[str, ...] = ()
 
     # --- messages ---------------------------------------------------------------------------------------------
     def receive(self, msg: Any, ctx: Ctx) -> None:
@@ -121,7 +122,7 @@ class ProvisionerActor(Replacing):
             case _ if key == GOODBYE_TIMER:
                 self._goodbye_over = True
                 self._pump_stop(ctx)
-            case _ if key == _OWED:
+            case _ if key == _RECHECK:
                 ctx.effect(RunJob("recheck", "0/0", {}, limit_ms=PREPARE_LIMIT_MS, pool="stop"))
             case _ if key == _OWNER_FAST:
                 self._stop_all(Stopping(fast=True), ctx)
@@ -195,7 +196,7 @@ class ProvisionerActor(Replacing):
             result: Prepared = done.result
             for problem in result.problems:
                 ctx.effect(Log("warning", problem))
-                ctx.timer(_OWED, OWED_MS)
+                ctx.timer(_RECHECK, RECHECK_INTERVAL_MS)
             run.answer = ProviderPrepared(provider=self.config.provider, reconciled=result.reconciled)
         ctx.send(run.owner, run.answer)
         self._pump_stop(ctx)
@@ -363,7 +364,7 @@ class ProvisionerActor(Replacing):
         """S1 10.6. The discard also ends a start that timed out and may still succeed."""
         spec = node.spec
         node.state, node.error = NodeState.FAILED, error
-        ctx.timer(_OWED, OWED_MS)
+        ctx.timer(_RECHECK, RECHECK_INTERVAL_MS)
         if not isinstance(node.ended, Failed):
             self._emit(event(EventKind.PROVISION_FAILED, spec.run_id, spec.node_id, self.config.provider, error), ctx)
         if node.minted is not None:
@@ -447,7 +448,7 @@ class ProvisionerActor(Replacing):
             self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "stopped"), ctx)
         if done.error:
             ctx.effect(Log("error", f"node {spec.node_id} is not stopped: {done.error}"))
-            ctx.timer(_OWED, OWED_MS)
+            ctx.timer(_RECHECK, RECHECK_INTERVAL_MS)
         stopping = self._stopping
         if stopping is not None and stopping.reason and not stopping.reply_to and not node.exit_said:
             # Nobody asked for it: should the orchestrator still live, it must not take the worker for a running one.
@@ -511,9 +512,7 @@ class ProvisionerActor(Replacing):
     # --- jobs and revocation ----------------------------------------------------------------------------------
     def _job_done(self, done: JobDone, ctx: Ctx) -> None:
         if done.kind == "recheck":
-            # Of whatever run: money does not end with it.
-            if done.error or done.result:
-                ctx.timer(_OWED, OWED_MS)
+            self._rechecked(done, ctx)
             return
         epoch, _, node_id = done.key.partition("/")
         if int(epoch) != self._run.epoch:
@@ -536,6 +535,23 @@ class ProvisionerActor(Replacing):
                 ctx.effect(Log("warning", f"{done.kind} of node {node_id}: {done.error}"))
             case _:
                 pass
+
+    def _rechecked(self, done: JobDone, ctx: Ctx) -> None:
+        """Of whatever run: money does not end with it."""
+        if done.error:
+            failed = f"the look for workers that may be left failed ({done.error}); it is repeated"
+            problems: tuple[str, ...] = (f"{failed}, and `mvp-orchestrator workers` names them",)
+            owed = 1
+        else:
+            result: Rechecked = done.result
+            owed, problems = result.owed, result.problems
+        # Each of them once, not at every look.
+        for problem in problems:
+            if problem not in self._recheck_problems:
+                ctx.effect(Log("warning", problem))
+        self._recheck_problems = problems
+        if owed:
+            ctx.timer(_RECHECK, RECHECK_INTERVAL_MS)
 
     def check(self) -> None:
         """Invariants: the guard owns exactly the live workers; nothing is half stopped while no stop is under way."""

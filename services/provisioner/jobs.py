@@ -35,10 +35,10 @@ from services.provisioner.ledger import (
 from services.provisioner.plugin import LeftBehind, MayBeLeft, Owner, PluginNodeHandle, ProviderError, ProvisionPlugin
 from services.provisioner.registry import ProviderInputs, make_provider
 from services.provisioner.sink import NodeSink
-from services.provisioner.state import Minted, Prepared
+from services.provisioner.state import Minted, Prepared, Rechecked
 
 WIDE_AREA_PROVIDERS = frozenset({"vastai"})
-OWED_FOR_MS = 600_000  # a worker that no look has found so long after its start went unanswered was never started
+OWED_LIMIT_MS = 600_000  # a worker that no look has found so long after its start went unanswered was never started
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ class ProvisionerJobs:
         owner = Owner(fleet_id(self._here.environment), self._instance)
         folder = ledger_folder(self._here.environment)
         here = self._here
-        inputs = ProviderInputs(config, here.environment, here.redact, owner, folder.parent, self._forwards())
+        forwards = self._forwards()
+        inputs = ProviderInputs(config, here.environment, here.redact, owner, folder.parent, forwards, self._attempted)
         if config.vastai is not None:
             here.add_secret(read_secret_file(Path(config.vastai.api_key_file)).decode().strip())
         plugin = make_provider(config.provider, inputs)
@@ -259,31 +260,39 @@ class ProvisionerJobs:
         else:
             self._forget(ticket)
 
-    def recheck(self) -> int:
-        """Look again for what may be left, and stop it. How many are still owed: of these the next start is told."""
+    def recheck(self) -> Rechecked:
+        """Look again for what may be left, and stop it; of those still owed the next start is told."""
         plugin, ledger, config = self._parts()
-        before = 0
+        before: list[str] = []
         if self._left_before:
             owner = Owner(fleet_id(self._here.environment), self._instance)
-            before = len(clear(Providers(self._here.environment, config, owner), []).done.problems)
-            self._left_before = before > 0
+            before = clear(Providers(self._here.environment, config, owner), []).done.problems
+            self._left_before = bool(before)
         with self._lock:
             owed = list(self._owed.items())
+        problems = [f"{problem}; it is tried again, or run `mvp-orchestrator reconcile`" for problem in before]
         for id, item in owed:
             intent = item.intent
             left = LeftBehind(id, intent.provider, intent.run, intent.node_id, intent.boot_id, item.handle)
-            with contextlib.suppress(ProviderError):
-                if (
-                    plugin.stop_left_behind(left)
-                    or item.handle is not None
-                    or _unix_ms() - item.since_unix_ms > OWED_FOR_MS
-                ):
-                    self._remove(intent.launch, intent.public_key)
-                    _settle(ledger, id)
-                    with self._lock:
-                        self._owed.pop(id, None)
+            try:
+                found = plugin.stop_left_behind(left)
+            except Exception as error:  # a plugin's bug with one worker must not keep us from the others
+                why = str(error) or type(error).__name__
+                problems.append(
+                    f"worker {id} (node {intent.node_id}) may be left and could not be stopped: {why}; it is tried "
+                    "again, or run `mvp-orchestrator reconcile` when this run has ended"
+                )
+                continue
+            if found or item.handle is not None or _unix_ms() - item.since_unix_ms > OWED_LIMIT_MS:
+                self._remove(intent.launch, intent.public_key)
+                _settle(ledger, id)
+                with self._lock:
+                    self._owed.pop(id, None)
         with self._lock:
-            return len(self._owed) + before
+            return Rechecked(len(self._owed) + len(before), tuple(problems))
+
+    def _attempted(self, handle_id: str) -> None:
+        self._parts()[1].append(LedgerRecord(op="attempt", id=handle_id))
 
     def _owe(self, intent: LedgerRecord, handle: PluginNodeHandle | None) -> None:
         with self._lock:

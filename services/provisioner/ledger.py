@@ -1,8 +1,9 @@
 """The handle ledger: what was started, written down before it is started, so that nothing outlives us unnoticed.
 
 One JSON-lines file per provisioner instance in `$XDG_STATE_HOME/swactor-mq/ledger/`, flock-ed while the instance lives
-(design.md 2, 6 row 32). Records are only appended, each on disk before the next step: intent → worker starts → handle
-→ worker is stopped → stopped. Whoever gets the lock of a file that is not its own knows that its writer is dead.
+(design.md 2, 6 row 32). Records are only appended, each on disk before the next step: intent → (attempt → a paid call,
+several times) → worker starts → handle → worker is stopped → stopped. Whoever gets the lock of a file that is not its
+own knows that its writer is dead.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LedgerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     at_unix_ms: when the line was written; 0 in ledgers of older versions.
     """
 
-    op: Literal["intent", "handle", "stopped"]
+    op: Literal["intent", "attempt", "handle", "stopped"]
     id: str
     provider: str = ""
     run: str = ""
@@ -80,12 +81,14 @@ class Reconciled:
 @dataclass(frozen=True, slots=True)
 class OpenEntry:
     """A worker that some ledger still answers for. alive: the instance that wrote it runs; handle: None while the
-    worker starts; error: why the last stop was not confirmed."""
+    worker starts; error: why the last stop was not confirmed; asked_unix_ms: the latest attempt to start it, which a
+    start that takes several may make a quarter of an hour after its intent."""
 
     intent: LedgerRecord
     handle: LedgerRecord | None
     alive: bool
     error: str = ""
+    asked_unix_ms: int = 0
 
 
 def ledger_folder(environment: Mapping[str, str]) -> Path:
@@ -213,18 +216,23 @@ def open_entries(folder: Path) -> list[OpenEntry]:
             raise LedgerError(f"cannot read the ledger {path}: {error.strerror}") from None
         try:
             alive = _is_locked(handle)
-            found += [OpenEntry(i, h, alive, e) for i, h, e in _open_of(read_records(handle)[0])]
+            found += _open_of(read_records(handle)[0], alive)
         finally:
             os.close(handle)
     return found
 
 
-def _open_of(records: list[LedgerRecord]) -> list[tuple[LedgerRecord, LedgerRecord | None, str]]:
-    """(intent, handle, error of the last stop) of every entry that is not settled, in the order of their start."""
+def _open_of(records: list[LedgerRecord], alive: bool) -> list[OpenEntry]:
+    """Every entry that is not settled, in the order of their start."""
     intents: dict[str, LedgerRecord] = {}
+    asked: dict[str, int] = {}
     handles: dict[str, LedgerRecord] = {}
     errors: dict[str, str] = {}
     for record in records:
+        if record.op in ("intent", "attempt"):
+            asked[record.id] = max(asked.get(record.id, 0), record.at_unix_ms)
+        if record.op == "attempt":
+            continue
         if record.op == "intent":
             intents[record.id] = record
         elif record.op == "handle":
@@ -233,7 +241,10 @@ def _open_of(records: list[LedgerRecord]) -> list[tuple[LedgerRecord, LedgerReco
             errors[record.id] = record.error
         else:
             intents.pop(record.id, None)
-    return [(intent, handles.get(id), errors.get(id, "")) for id, intent in intents.items()]
+    return [
+        OpenEntry(intent, handles.get(id), alive, errors.get(id, ""), asked.get(id, 0))
+        for id, intent in intents.items()
+    ]
 
 
 def _is_locked(handle: int) -> bool:
@@ -249,12 +260,14 @@ def _settle(path: Path, handle: int, stop: Callable[[LeftBehind], bool], result:
     records, damaged = read_records(handle)
     failed = False
     # Last started first, as the guard would.
-    for entry, known, _ in reversed(_open_of(records)):
+    for left in reversed(_open_of(records, alive=False)):
+        entry = left.intent
         try:
-            stopped = stop(left_behind(entry, known))
+            stopped = stop(left_behind(left))
         except Exception as error:  # a plugin's bug or failure with one entry must not keep us from the others
             failed = True
-            result.problems.append(f"a worker of an earlier run (node {entry.node_id}) is not stopped: {error}")
+            named = f"worker {entry.id} of an earlier run (node {entry.node_id})"
+            result.problems.append(f"{named} is not stopped: {error}")
             continue
         result.settled.append(Settled(entry, stopped))
         remove_launch_file(entry.launch, entry.public_key)
@@ -286,10 +299,13 @@ def read_records(handle: int) -> tuple[list[LedgerRecord], int]:
     return records, damaged
 
 
-def left_behind(entry: LedgerRecord, handle: LedgerRecord | None) -> LeftBehind:
+def left_behind(entry: OpenEntry) -> LeftBehind:
     """What a provider needs to stop the worker of this entry."""
-    known = None if handle is None else PluginNodeHandle(entry.id, handle.process_id, handle.facts)
-    return LeftBehind(entry.id, entry.provider, entry.run, entry.node_id, entry.boot_id, known, entry.at_unix_ms)
+    intent, handle = entry.intent, entry.handle
+    known = None if handle is None else PluginNodeHandle(intent.id, handle.process_id, handle.facts)
+    return LeftBehind(
+        intent.id, intent.provider, intent.run, intent.node_id, intent.boot_id, known, entry.asked_unix_ms
+    )
 
 
 def remove_launch_file(launch: str, public_key: str) -> None:

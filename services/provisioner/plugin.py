@@ -91,7 +91,7 @@ class PluginNodeHandle:
 class LeftBehind:
     """An entry of a dead instance's ledger, or a worker of ours that no ledger names (then run is "").
 
-    handle: None if it died between intent and handle; at_unix_ms: when the intent was written, 0 if unknown.
+    handle: None if it died between intent and handle; at_unix_ms: when it was last asked for, 0 if unknown.
     """
 
     id: str

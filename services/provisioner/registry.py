@@ -16,7 +16,8 @@ from services.provisioner.process_provider import ProcessProvider
 class ProviderInputs:
     """What a provider is made from. environment: of this process; redact: removes every secret known here;
     owner: what a provider marks as ours, "" for looking at leftovers only; state: a private folder that lasts;
-    forwards: (port that a worker dials on its loopback, host:port here), for tunnels."""
+    forwards: (port that a worker dials on its loopback, host:port here), for tunnels; attempted: called with the handle
+    id right before each call that may rent, it writes that down."""
 
     config: ProvisionerSlice
     environment: Mapping[str, str]
@@ -24,6 +25,7 @@ class ProviderInputs:
     owner: Owner = field(default_factory=Owner)
     state: Path = Path()
     forwards: tuple[tuple[int, str], ...] = ()
+    attempted: Callable[[str], None] = lambda _: None
 
 
 def _docker(inputs: ProviderInputs) -> ProvisionPlugin:
@@ -58,7 +60,14 @@ def _vastai(inputs: ProviderInputs) -> ProvisionPlugin:
 
     config, forwards = inputs.config, list(inputs.forwards)
     return VastAiProvider(
-        config.vastai, config.image, inputs.owner, forwards, inputs.state, inputs.environment, inputs.redact
+        config.vastai,
+        config.image,
+        inputs.owner,
+        forwards,
+        inputs.state,
+        inputs.environment,
+        inputs.redact,
+        inputs.attempted,
     )
 
 

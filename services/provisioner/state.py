@@ -41,6 +41,15 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Rechecked:
+    """Result of the job `recheck`. owed: workers that may still be left; problems: sentences on those of them that
+    could not be looked for or stopped."""
+
+    owed: int = 0
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeObserved:
     """Event: what a plugin saw of one worker, in order, a batch at a time."""
 

@@ -17,7 +17,7 @@ from services.provisioner.vastai_api import VastClient, VastError
 DESTROY_S = 90
 FIND_READS = 4  # a row lags behind its creation by one to three reads (providers.md A2)
 FIND_PAUSE_S = 3
-YOUNG_MS = 180_000  # an instance that was asked for longer ago is in the list, or never was
+YOUNG_MS = 180_000  # an instance that was last asked for longer ago is in the list, or never was
 
 
 def rows_of(client: VastClient, handle_id: str) -> list[dict[str, Any]]:

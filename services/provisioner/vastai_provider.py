@@ -69,7 +69,8 @@ class Rented:
 
 
 class VastAiProvider:
-    """One per provisioner. forwards: (port on the machine, host:port here); state: for locks and known hosts."""
+    """One per provisioner. forwards: (port on the machine, host:port here); state: for locks and known hosts;
+    attempted: writes down, before the call, that a machine is asked for under this handle id."""
 
     name = NAME
 
@@ -82,10 +83,12 @@ class VastAiProvider:
         state: Path,
         environment: Mapping[str, str],
         redact: Callable[[bytes], bytes] = bytes,
+        attempted: Callable[[str], None] = lambda _: None,
         pace: float = 1.0,
     ) -> None:
         self._config, self._image, self._owner, self._forwards = config, image, owner, forwards
         self._state, self._environment, self._redact, self._pace = state, dict(environment), redact, pace
+        self._attempted = attempted
         self._lock = threading.Lock()
         self._rented: dict[str, Rented] = {}
         self._cancelled: set[str] = set()
@@ -257,6 +260,8 @@ class VastAiProvider:
     ) -> int:
         """The instance; 0 if this offer cannot be had. Asked again only where it was certainly not carried out."""
         for left in reversed(range(RATE_TRIES)):
+            # A start may come here a quarter of an hour after its intent; who finds us dead counts from here.
+            self._attempted(handle_id)
             try:
                 return self.client.create(offer, body)
             except VastError as error:

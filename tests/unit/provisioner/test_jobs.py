@@ -409,11 +409,14 @@ def test_a_start_that_nobody_answered_is_looked_for_again(
     minted = workshop.mint()
     with pytest.raises(MayBeLeft):
         workshop.jobs.start_node(minted, SPEC, RUN)
-    assert workshop.jobs.recheck() == 1, "not there yet: it may still come"
+    assert workshop.jobs.recheck().owed == 1, "not there yet: it may still come"
     plugin.error = "the engine does not answer"
-    assert workshop.jobs.recheck() == 1
+    again = workshop.jobs.recheck()
+    assert again.owed == 1
+    (problem,) = again.problems
+    assert minted.handle_id in problem and plugin.error in problem and "mvp-orchestrator reconcile" in problem
     plugin.error, plugin.found = "", True
-    assert workshop.jobs.recheck() == 0
+    assert workshop.jobs.recheck().owed == 0
     assert [call for call, _ in plugin.calls] == [f"left {minted.handle_id}"] * 3
     workshop.jobs.close()
     assert not list(workshop.ledger.glob("*.jsonl"))
@@ -428,8 +431,8 @@ def test_a_start_that_no_look_has_found_for_long_was_none(
     monkeypatch.setattr(plugin, "start_node", unanswered)
     with pytest.raises(MayBeLeft):
         workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
-    monkeypatch.setattr(jobs_module, "OWED_FOR_MS", -1)
-    assert workshop.jobs.recheck() == 0
+    monkeypatch.setattr(jobs_module, "OWED_LIMIT_MS", -1)
+    assert workshop.jobs.recheck().owed == 0
 
 
 def test_it_is_looked_for_from_the_end_of_a_long_start_on(
@@ -445,7 +448,7 @@ def test_it_is_looked_for_from_the_end_of_a_long_start_on(
     monkeypatch.setattr(plugin, "start_node", unanswered)
     with pytest.raises(MayBeLeft):
         workshop.jobs.start_node(workshop.mint(), SPEC, RUN)
-    assert workshop.jobs.recheck() == 1
+    assert workshop.jobs.recheck().owed == 1
 
 
 def test_what_is_left_of_an_attempt_leaves_the_launch_file_of_the_next_alone(
@@ -469,11 +472,11 @@ def test_a_stop_that_was_not_confirmed_is_tried_again(workshop: Workshop, plugin
     plugin.error = "it does not die"
     with pytest.raises(ProviderError):
         workshop.jobs.stop_node(handle, False)
-    assert workshop.jobs.recheck() == 1
+    assert workshop.jobs.recheck().owed == 1
     plugin.error = ""
     # The next run of the same process begins: nothing of the one before is left behind it.
     workshop.jobs.prepare(workshop.config)
-    assert workshop.jobs.recheck() == 0
+    assert workshop.jobs.recheck().owed == 0
     workshop.jobs.close()
     assert not list(workshop.ledger.glob("*.jsonl"))
 

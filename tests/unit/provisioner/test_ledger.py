@@ -15,7 +15,7 @@ import pytest
 
 from common.launch_file import LaunchFile
 from services.provisioner import processes
-from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, ledger_folder, reconcile
+from services.provisioner.ledger import Ledger, LedgerError, LedgerRecord, ledger_folder, open_entries, reconcile
 from services.provisioner.plugin import LeftBehind, ProviderError
 from services.provisioner.process_provider import ProcessProvider
 from services.provisioner.service import cleanup
@@ -299,3 +299,20 @@ def test_cleanup_without_a_bus_stops_all_and_says_so(
     assert "1 worker of an earlier run stopped" in capfd.readouterr().err
     assert not stage.alive_with(mark)
     assert cleanup({}) == 1
+
+
+def test_a_long_start_is_as_young_as_its_latest_attempt(tmp_path: Path) -> None:
+    """Killed after a create at the end of a long start: whoever counted from the intent would call it none."""
+    ledger = Ledger(tmp_path, "long")
+    for op, at_ms in (("intent", 1_000), ("attempt", 61_000), ("attempt", 841_000)):
+        ledger.append(record(op, at_unix_ms=at_ms))
+    asked = [entry.asked_unix_ms for entry in open_entries(tmp_path)]
+    os.close(ledger._fd)
+    seen: list[int] = []
+
+    def uncertain(left: LeftBehind) -> bool:
+        seen.append(left.at_unix_ms)
+        raise ProviderError("not listed yet")
+
+    assert reconcile(tmp_path, uncertain).problems and files(tmp_path) == ["long.jsonl"]
+    assert (asked, seen) == ([841_000], [841_000])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.effects import Exit, OwnerGone, RunJob, StopSignal
+from common.effects import Exit, Log, OwnerGone, RunJob, StopSignal
 from common.limits import LEASE_TTL_MS, OWNER_GONE_EXIT_MS
 from common.messages.provision import (
     NodeExited,
@@ -16,13 +16,13 @@ from common.messages.provision import (
     StopNodes,
 )
 from common.messages.service import Lease, RunEnded
-from services.provisioner.core import OWED_MS
+from services.provisioner.core import RECHECK_INTERVAL_MS
 from services.provisioner.plugin import (
     Exited,
     PluginNodeHandle,
     StdoutLine,
 )
-from services.provisioner.state import Minted, Prepared
+from services.provisioner.state import Minted, Prepared, Rechecked
 from tests.unit.provisioner.playbook import Play, start_node, started
 
 
@@ -249,12 +249,32 @@ def test_what_may_be_left_is_looked_for_while_the_provisioner_lives(ready: Play)
     ready.live(1)
     ready.order(StopNodes())
     ready.done(ready.job("stop_node"), error="it may still run and cost money")
-    ready.harness.advance(OWED_MS)
+    ready.harness.advance(RECHECK_INTERVAL_MS)
     look = ready.job("recheck")
     assert look.pool == "stop"
     ready.order(RunEnded(status=1))
-    ready.done(look, 1)
-    ready.harness.advance(OWED_MS)
-    ready.done(ready.job("recheck"), 0)
-    ready.harness.advance(10 * OWED_MS)
+    ready.done(look, Rechecked(1))
+    ready.harness.advance(RECHECK_INTERVAL_MS)
+    ready.done(ready.job("recheck"), Rechecked(0))
+    ready.harness.advance(10 * RECHECK_INTERVAL_MS)
     assert not [effect for effect in ready.effects() if isinstance(effect, RunJob)]
+
+
+def test_what_a_look_cannot_stop_is_said_once(ready: Play) -> None:
+    ready.live(1)
+    ready.order(StopNodes())
+    ready.done(ready.job("stop_node"), error="it may still run")
+    ready.effects()
+    said = []
+    looks = [Rechecked(1, ("worker x may be left",)), Rechecked(1, ("worker x may be left",)), "it took too long"]
+    for found in [*looks, Rechecked(0)]:
+        ready.harness.advance(RECHECK_INTERVAL_MS)
+        look = ready.job("recheck")
+        if isinstance(found, str):
+            ready.done(look, error=found)
+        else:
+            ready.done(look, found)
+        said.append([effect.text for effect in ready.harness.effects() if isinstance(effect, Log)])
+    assert said[:2] == [["worker x may be left"], []]
+    assert len(said[2]) == 1 and "it took too long" in said[2][0] and "mvp-orchestrator workers" in said[2][0]
+    assert said[3] == []

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from services.provisioner import vastai_end, vastai_offers
+from services.provisioner.ledger import LedgerError
 from services.provisioner.plugin import Failed, LeftBehind, MayBeLeft, PluginNodeHandle, ProviderError
 from services.provisioner.vastai_api import VastClient, VastError
 from services.provisioner.vastai_provider import VastAiProvider
@@ -162,6 +163,58 @@ def test_a_late_instance_keeps_the_entry_open(market: VastStage) -> None:
     # A young entry is looked for more than once: one empty look proves nothing.
     assert provider.stop_left_behind(LeftBehind(handle_id, "vastai", "cafe0123", 1, "", None, now))
     assert not market.fake.instances
+
+
+@pytest.mark.parametrize(("passed_ms", "settled"), [(1, False), (179_999, False), (180_000, True)])
+def test_a_create_that_nobody_saw_is_certain_three_minutes_after_it_was_asked(
+    market: VastStage, passed_ms: int, settled: bool
+) -> None:
+    """Counted from the attempt, not from the intent of a start that took a quarter of an hour before."""
+    asked_ms = 841_000
+    left = LeftBehind(market.handle_id(), "vastai", "cafe0123", 1, "", None, asked_ms)
+
+    def look() -> bool:
+        # The pace scales the limit as well.
+        now_ms = asked_ms + int(passed_ms * 0.05)
+        return vastai_end.destroy_left_behind(client(market), left, 0.05, lambda: now_ms)
+
+    if settled:
+        assert not look()
+    else:
+        with pytest.raises(ProviderError, match="may have been rented a moment ago"):
+            look()
+
+
+def test_each_create_is_written_down_before_it_is_asked_for(market: VastStage) -> None:
+    market.fake.offer(price=0.1)
+    market.fake.offer(price=0.2, behaviour="exited")
+    for kind in ("429 text", "gone 404"):
+        market.fake.fault("create", kind)
+    provider, handle_id, before = market.provider(), market.handle_id(), []
+
+    def creates() -> int:
+        return sum(method == "PUT" and "/asks/" in path for method, path, _ in market.fake.requests)
+
+    def attempted(named: str) -> None:
+        before.append((named, creates()))
+
+    provider._attempted = attempted
+    with pytest.raises(ProviderError):
+        market.start(provider, handle_id)
+    assert before == [(handle_id, number) for number in range(creates())] and creates() >= 3
+
+
+def test_nothing_is_rented_that_cannot_be_written_down(market: VastStage) -> None:
+    market.fake.offer()
+    provider = market.provider()
+
+    def full(_: str) -> None:
+        raise LedgerError("cannot write the ledger: no space left on device")
+
+    provider._attempted = full
+    with pytest.raises(ProviderError, match="no space left"):
+        market.start(provider)
+    assert not market.fake.created
 
 
 def test_a_create_error_with_a_contract(market: VastStage) -> None:
