@@ -85,6 +85,7 @@ RPC_CLOSED_MS = 1500
 FLUSH_MS = 1500
 SERVICE_STOP_MS = 1500
 EXIT_DRAIN_MS = 1000  # what a process said last (a fault, an exit record) is acknowledged or given up
+EXIT_SETTLE_MS = (SERVICE_STOP_MS - EXIT_DRAIN_MS) * 3 // 4  # between SIGTERM and its end: the drain needs the rest
 LINGER_MS = 500  # 0 can abort the process (anchors.md A5-1), -1 hangs for ever
 
 # --- prompt RPC -------------------------------------------------------------------------------------------------

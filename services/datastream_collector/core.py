@@ -14,7 +14,7 @@ from common.actors import Ctx
 from common.addresses import Role
 from common.config_slices import CollectorSlice
 from common.effects import Effect, Exit, StopSignal
-from common.limits import FLUSH_MS, SERVICE_STOP_MS, STREAM_BATCH_MS
+from common.limits import EXIT_SETTLE_MS, FLUSH_MS, STREAM_BATCH_MS
 from common.messages.service import RunEnded, ServiceFailed
 from common.messages.stream import (
     ChannelDeclaration,
@@ -155,7 +155,8 @@ class CollectorActor(ServiceActor):
             case Flush():
                 self._flush_to.append(ctx.sender)
                 ctx.timer(_SETTLE, QUIET_MS)
-                ctx.timer(_SETTLE_LIMIT, FLUSH_MS // 2)
+                if not self._stopping:
+                    ctx.timer(_SETTLE_LIMIT, FLUSH_MS // 2)
             case ArchiveOpened():
                 self._start(msg.recovered, ctx, archive=True)
                 self.ready(ctx)
@@ -199,7 +200,7 @@ class CollectorActor(ServiceActor):
         elif not self._stopping:
             self._stopping = True
             ctx.timer(_SETTLE, QUIET_MS)
-            ctx.timer(_SETTLE_LIMIT, SERVICE_STOP_MS // 2)
+            ctx.timer(_SETTLE_LIMIT, EXIT_SETTLE_MS)
 
     def on_owner_gone(self, ctx: Ctx) -> None:
         """The launcher is dead: the others end too, and the archive should show how."""

@@ -100,9 +100,10 @@ class Connection:
             )
         return request
 
-    def may_write(self, size: int) -> bool:
-        """False when `size` more bytes would hold too much for a client that does not read (row 35)."""
-        return self.unsent == 0 or self.unsent + size <= CLIENT_BUFFER_BYTES_MAX
+    def may_write(self, size: int, *, is_last: bool = False) -> bool:
+        """False when `size` more bytes would hold too much for a client that does not read (row 35). A prompt's last
+        line repeats its whole answer: only what waits before it says whether the client reads."""
+        return self.unsent == 0 or self.unsent + (0 if is_last else size) <= CLIENT_BUFFER_BYTES_MAX
 
     def wrote(self, size: int) -> None:
         """`size` bytes were handed to the shell."""

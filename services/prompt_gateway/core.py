@@ -15,7 +15,7 @@ from common.addresses import Role
 from common.codec import Message
 from common.config_slices import GatewaySlice
 from common.effects import Exit, Log, SendFailed, StopSignal
-from common.limits import EXIT_DRAIN_MS, OWN_RETRY_MS, RPC_CLOSED_MS, RPC_CONNECTIONS_MAX, SERVICE_STOP_MS
+from common.limits import EXIT_SETTLE_MS, OWN_RETRY_MS, RPC_CLOSED_MS, RPC_CONNECTIONS_MAX
 from common.messages.edge import SequenceBegun
 from common.messages.prompt import PromptEvent, RequestCancelled, TokenizerEvent
 from common.messages.serve import (
@@ -57,7 +57,9 @@ from services.prompt_gateway.tcp import (
 )
 from services.prompt_gateway.token_edges import PUMP_TIMER, TOKEN_EDGE_EVENTS, EdgeDown, TokenEdges, TokenRecord
 from services.prompt_gateway.wire import (
+    DoneLine,
     ErrorLine,
+    FaultLine,
     ProtocolError,
     Request,
     Response,
@@ -68,7 +70,6 @@ from services.prompt_gateway.wire import (
 )
 
 CLIENT_CLOSE_MS = RPC_CLOSED_MS * 3 // 4  # the orchestrator waits RPC_CLOSED_MS: the answer needs time to get there
-EXIT_CLOSE_MS = (SERVICE_STOP_MS - EXIT_DRAIN_MS) * 3 // 4  # after SIGTERM: the last words need their time as well
 HALF_CLOSE_PROBE_MS = 500  # a client that closed its sending side may be gone: how long it can stay unnoticed
 CONNECTIONS_HELD_MAX = 2 * RPC_CONNECTIONS_MAX  # served ones and those that are being told that there is no place
 
@@ -256,7 +257,7 @@ class GatewayActor(ServiceActor):
         self._exiting = True
         self._close(f"the prompt gateway was stopped by {signal.name}", ctx)
         if self.state is RpcState.CLOSING:
-            ctx.timer(RPC_TIMER, EXIT_CLOSE_MS)
+            ctx.timer(RPC_TIMER, EXIT_SETTLE_MS)
 
     # --- opening and closing the RPC ----------------------------------------------------------------------------
     def _on_open(self, msg: OpenPromptRpc, opener: bytes, ctx: Ctx) -> None:
@@ -483,7 +484,7 @@ class GatewayActor(ServiceActor):
         if connection.closing:
             return
         data = encode_response(response)
-        if connection.may_write(len(data)):
+        if connection.may_write(len(data), is_last=isinstance(response, DoneLine | FaultLine)):
             connection.wrote(len(data))
             ctx.effect(TcpWrite(connection.conn, data))
             return

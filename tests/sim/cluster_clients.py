@@ -7,6 +7,7 @@ and at most one terminal, which is the last line of its request (S1 2.5, 9.10).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from services.prompt_gateway.tcp import (
     TcpWrite,
 )
 from tests.sim.cluster_engine import answer, prompt_text
-from tests.sim.cluster_world import ClusterWorld, SimHost, Violation
+from tests.sim.cluster_world import FORGED, ClusterWorld, SimHost, Violation
 
 PORT = 19777
 KERNEL_BYTES = 128 * 1024
@@ -79,8 +80,8 @@ class SimTcp:
         self.actor = b""
         self.listening = False
         self.sockets: dict[int, _Socket] = {}
-        self.opened = 0
-        """How often the RPC was bound."""
+        self.on_open: Callable[[], None] = lambda: None
+        """Called when the RPC is bound."""
         self._next = 1
 
     def attach(self, host: SimHost, actor: bytes) -> None:
@@ -105,8 +106,8 @@ class SimTcp:
     # --- the gateway's effects ------------------------------------------------------------------------------------
     def _listen(self, _: bytes, effect: ListenTcp) -> None:
         self.listening = True
-        self.opened += 1
         self.world.note("rpc listens")
+        self.on_open()
         self._tell(Listening(effect.host, effect.port or PORT))
 
     def _stop(self, _: bytes, __: StopListening) -> None:
@@ -330,8 +331,8 @@ class Client:
                 raise Violation(f"{self.name}: done, but {len(asked.got)} of {len(expected)} characters came")
         else:
             asked.error = line["error"]
-            if not asked.error.strip():
-                raise Violation(f"{self.name}: a fault without a reason")
+            if not asked.error.strip() or FORGED in asked.error:
+                raise Violation(f"{self.name}: a fault without a reason: {asked.error!r}")
         if len(self.asked) < self.script.prompts and not self.left:
             self._submit()
         elif self.script.habit != "linger" and len(self.asked) >= self.script.prompts:

@@ -6,6 +6,7 @@ All that is sent here must change nothing: the invariants of cluster_watch and t
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from common.addresses import NONCE_BYTES, Role
@@ -38,13 +39,15 @@ from common.messages.serve import CloseRpc
 from common.messages.service import RunEnded
 from common.node import Identity
 from services.prompt_gateway.core import GatewayActor
+from tests.sim.cluster_world import FORGED
 from tests.sim.edge_net import SimEdgeSockets
 
 if TYPE_CHECKING:
     from tests.sim.cluster_engine import SimWorker
     from tests.sim.cluster_run import Cluster
 
-FORGED = "FORGED"
+FAR_ID = 1_000_000
+"""No run makes so many requests."""
 
 
 def forge(cluster: Cluster, a: float, b: float) -> None:
@@ -82,7 +85,7 @@ def _reports(worker: SimWorker, off: int) -> None:
         ObserveNodeRuntimeReadyAck(**where, readiness_id=77),
         ObserveNodeRuntimeReadyAck(**true, readiness_id=78),
         ObserveWeightsReady(**where),
-        ObserveStageFault(**short, reason="forged"),
+        ObserveStageFault(**short, reason=FORGED),
         ObserveStageReady(**short),
         ObserveStageStopped(**short),
     ]
@@ -92,36 +95,52 @@ def _reports(worker: SimWorker, off: int) -> None:
 
 def _answers(cluster: Cluster, worker: SimWorker, b: float) -> None:
     """To the gateway: of a request that is over, is to come, or never was."""
-    gateway = cluster.actors.get(Role.GATEWAY)
-    if not isinstance(gateway, GatewayActor):
+    gateway, host = cluster.actors.get(Role.GATEWAY), cluster.hosts.get(Role.GATEWAY)
+    if not isinstance(gateway, GatewayActor) or host is None or not host.alive:
         return
-    active = gateway.loop.active if gateway.loop else None
-    current = active.work.prompt_id if active else 0
-    post = worker.host.node.system.post
-    for number in {current - 1, current + 1 + int(b * 3), 1_000_000 + int(b * 1000)}:
-        if number < 0 or number == current:
-            continue
-        done = Done(
+    loop = gateway.loop
+    active = loop.active.work.prompt_id if loop and loop.active else 0
+    next_id = loop.next_id if loop else gateway._next_prompt_id
+    to_come = [work.prompt_id for work in loop.queue] if loop else []
+    over = [number for number in range(max(0, next_id - 10), next_id) if number not in (active, *to_come)]
+    post, mine = worker.host.node.system.post, host.node.system
+    for number in {*over[-1:], FAR_ID + int(b * 1000)}:
+        for dst, event in _answers_of(gateway, cluster.address(Role.GATEWAY), number, worker.stage):
+            post(dst, event, src=worker.agent)
+    # Over the network, an answer to the next request may arrive when that one is active: then it is not foreign any
+    # more. So these are handled here and now, and nothing else with them.
+    if mine.busy:
+        return
+    host.node.at(cluster.world.now, host.wall())
+    for number in {*to_come[:1], next_id + int(b * 3)}:
+        for dst, event in _answers_of(gateway, cluster.address(Role.GATEWAY), number, worker.stage):
+            mine.deliver(dst, event, src=worker.agent, src_node=worker.host.node.identity.key)
+    mine._drain()
+    host.wake(cluster.world.now)
+
+
+def _answers_of(gateway: GatewayActor, address: bytes, number: int, stage: int) -> Iterator[tuple[bytes, Message]]:
+    """All that a worker can say of request `number`, and to whom."""
+    events: list[Message] = [
+        TextDelta(request_id=number, text=FORGED),
+        Done(
             request_id=number,
             final_text=FORGED,
             tokens_generated=1,
             elapsed_ms=1,
             prompt_tokens=1,
             finish_reason="stop",
-        )
-        events: list[Message] = [
-            TextDelta(request_id=number, text=FORGED),
-            done,
-            Fault(request_id=number, error=FORGED),
-            PromptEncoded(request_id=number, tokens=[1, 2]),
-            TokensDecoded(request_id=number, text=FORGED),
-            TokenizerFault(request_id=number, error=FORGED),
-            SequenceBegun(request_id=number, stage_index=worker.stage),
-        ]
-        for inbox, _ in gateway._inboxes.values():
-            for event in events:
-                post(inbox, event, src=worker.agent)
-        post(cluster.address(Role.GATEWAY), RequestCancelled(request_id=number), src=worker.agent)
+        ),
+        Fault(request_id=number, error=FORGED),
+        PromptEncoded(request_id=number, tokens=[1, 2]),
+        TokensDecoded(request_id=number, text=FORGED),
+        TokenizerFault(request_id=number, error=FORGED),
+        SequenceBegun(request_id=number, stage_index=stage),
+    ]
+    for inbox, _ in gateway._inboxes.values():
+        for event in events:
+            yield inbox, event
+    yield address, RequestCancelled(request_id=number)
 
 
 def _orders(cluster: Cluster, worker: SimWorker, off: int) -> None:
@@ -188,4 +207,4 @@ def _consumers(cluster: Cluster, taker: SimEdgeSockets) -> list[EdgeConsumer]:
     return [one for port in ports if port is not None and port._sockets is taker for one in port._desk.consumers]
 
 
-__all__ = ["FORGED", "forge"]
+__all__ = ["forge"]

@@ -95,6 +95,7 @@ class Cluster:
         self._skew: dict[Role, int] = {}
         self._provisioner_died = False
         self.watch = Watch(self)
+        self.tcp.on_open = self.watch.rpc_opened
         world.watchers.append(self.watch.after_turn)
         for role in (Role.ROUTER, *((Role.RELAY,) if plan.relay else ())):
             world.start_door(role)

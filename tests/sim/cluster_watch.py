@@ -19,7 +19,7 @@ from services.prompt_gateway.core import GatewayActor, RpcState
 from tests.sim.bus_world import key_of
 from tests.sim.cluster_deep import DeepWatch
 from tests.sim.cluster_faults import HARMLESS, SERVICE_DEATHS
-from tests.sim.cluster_world import SimHost, Violation
+from tests.sim.cluster_world import FORGED, SimHost, Violation
 from worker.stage_controller import StageState
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Watch:
         self._was_ready: set[bytes] = set()
         self._accepted: dict[tuple[int, int], bool] = {}
         """(connection, client's request id) of prompts that the gateway took; whether it still owes."""
-        self._opened = 0
         self.had_other_gateway = False
         """A gateway died: the next one counts prompts from 1 again."""
         self.deep = DeepWatch(cluster)
@@ -114,17 +113,15 @@ class Watch:
     def _gateway(self) -> None:
         gateway = self.cluster.actors[Role.GATEWAY]
         assert isinstance(gateway, GatewayActor)
-        if self.cluster.tcp.opened > self._opened:
-            self._opened = self.cluster.tcp.opened
-            self._rpc_opened()
         for connection in gateway.connections.values():
             if (work := connection.in_flight) is not None:
                 self._accepted[work.conn, work.client_id] = True
             if connection.held_bytes > 1024 * 1024:
                 raise Violation("a line longer than its limit is held")
 
-    def _rpc_opened(self) -> None:
-        """S1 9.4: every prerequisite, by the truth and not by what the run believes."""
+    def rpc_opened(self) -> None:
+        """S1 9.4: every prerequisite, by the truth and not by what the run believes. At the moment of the bind: its
+        end may be said in the same turn."""
         run = self.cluster.run
         self.facts["rpc_opened"] += 1
         workers = list(run.workers.values())
@@ -169,6 +166,8 @@ class Watch:
             raise Violation(f"status {over.status} with error {over.error!r}")
         if over.error and ("\n" in over.error or not over.error.strip()):
             raise Violation(f"the error is no sentence: {over.error!r}")
+        if FORGED in over.error:
+            raise Violation(f"the run ended for the word of somebody else: {over.error!r}")
         if over.status not in (0, 1):
             raise Violation(f"exit status {over.status}")
         left = [worker.host.name for worker in self.cluster.provider.living()]

@@ -31,6 +31,8 @@ from tests.sim.bus_world import (
 
 SECRET = "hf_PLANTEDsecretNeverSeen0123456789"
 """Every worker has it in its launch file and prints it; no emitted byte may hold it."""
+FORGED = "FORGED"
+"""Stands in what another run, node, stage or request says (cluster_forge): no client and no run may hear of it."""
 PROMPT_MARK = "pmark"
 """Stands in every prompt's text; no record may hold it (S1 8.5)."""
 EFFECT_ROUNDS_MAX = 1000
@@ -302,4 +304,4 @@ class ClusterWorld(BusWorld):
         self.note_frame(text, data)
 
 
-__all__ = ["PLANES", "PROMPT_MARK", "SECRET", "SERVICE_ROLES", "ClusterWorld", "SimHost", "Violation"]
+__all__ = ["FORGED", "PLANES", "PROMPT_MARK", "SECRET", "SERVICE_ROLES", "ClusterWorld", "SimHost", "Violation"]

@@ -13,7 +13,7 @@ from common.addresses import Role, short
 from common.config_slices import CollectorSlice, encode_slice
 from common.datastream import orchestrator_stream, worker_stream
 from common.effects import Exit, OwnerGone, StopSignal, ViewChanged
-from common.limits import COLLECTOR_RING_FRAMES_MAX, FLUSH_MS
+from common.limits import COLLECTOR_RING_FRAMES_MAX, EXIT_DRAIN_MS, EXIT_SETTLE_MS, FLUSH_MS, SERVICE_STOP_MS
 from common.messages.bus import RouteEntry, Snapshot
 from common.messages.config import ConfigSlice
 from common.messages.service import RunEnded, ServiceFailed, ServiceReady
@@ -321,7 +321,18 @@ def test_a_dead_disk_does_not_keep_a_stopped_collector() -> None:
     bench.write = False
     bench.tell(observe(1, b"x"), PRODUCER)
     bench.tell(StopSignal("SIGTERM", 1))
-    bench.advance(1500)
+    bench.advance(EXIT_SETTLE_MS)
+    assert bench.left[-1] == Exit(0)
+
+
+@pytest.mark.spec("S1 10.13")
+def test_a_collector_without_configuration_ends_early_enough_to_say_goodbye() -> None:
+    """The resolver is stopped before it, so its slice never comes; it waited so long that its drain was cut off."""
+    bench = Bench(start=False)
+    bench.tell(observe(1, b"x"), PRODUCER)
+    bench.tell(StopSignal("SIGTERM", 1))
+    bench.tell(Flush(), ORCHESTRATOR)
+    bench.advance(SERVICE_STOP_MS - EXIT_DRAIN_MS)
     assert bench.left[-1] == Exit(0)
 
 

@@ -421,6 +421,17 @@ def test_a_slow_client_is_cut_off_and_its_prompt_cancelled() -> None:
     assert [r["detail"]["reason"] for r in cancelled] == ["the client does not read its answer"]
 
 
+def test_a_client_that_reads_gets_the_last_line_of_a_long_answer_with_its_last_text() -> None:
+    rig = Rig().open()
+    conn = rig.connect()
+    rig.ask(conn)
+    (infer,) = rig.prompts()
+    rig.reads[conn] = False  # what comes in one turn is written before the kernel takes any of it
+    rig.delta(infer, "x")
+    rig.done(infer, "x" * CLIENT_BUFFER_BYTES_MAX)
+    assert kinds(rig.lines(conn)) == ["text_delta", "done"]
+
+
 def test_half_close_still_gets_the_answer_and_a_vanished_client_is_noticed() -> None:
     rig = Rig().open()
     conn = rig.connect()
