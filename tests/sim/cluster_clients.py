@@ -44,6 +44,8 @@ class Script:
     size: int
     habit: str
     after_ms: int
+    max_tokens: int = 0
+    """0: no cap."""
 
 
 @dataclass(slots=True)
@@ -253,6 +255,8 @@ class Client:
         line: dict[str, Any] = {"request_id": number, "prompt_text": asked.text}
         if number % 2:
             line["events"] = ["queued"]
+        if self.script.max_tokens:
+            line["max_tokens"] = self.script.max_tokens
         self.tcp.send(self.conn, json.dumps(line).encode() + b"\n")
         if first and self.script.habit not in ("normal", "linger"):
             self.world.at(self.world.now + self.script.after_ms, self._misbehave)
@@ -319,7 +323,7 @@ class Client:
             if asked.got:
                 raise Violation(f"{self.name}: queued after text")
             return
-        expected = "".join(answer(asked.text))
+        expected = "".join(answer(asked.text)[: self.script.max_tokens or None])
         if kind == "text_delta":
             asked.got += line["text"]
             if not expected.startswith(asked.got):

@@ -238,7 +238,7 @@ class SimEngine:
         self._done()
 
     def _infer(self, ask: wire.EngineInfer) -> None:
-        texts = answer(ask.prompt)
+        texts = answer(ask.prompt)[: ask.max_tokens or None]
         step_ms = self.rng.choice((2, 10, 40, 150))
         fails_at = self.rng.randrange(len(texts)) if self.fault_next else -1
 
@@ -265,7 +265,7 @@ class SimEngine:
                     tokens_generated=len(texts),
                     elapsed_ms=at * step_ms,
                     prompt_tokens=3,
-                    finish_reason="stop",
+                    finish_reason="length" if ask.max_tokens and len(texts) == ask.max_tokens else "stop",
                 )
                 end(done)
             else:

@@ -86,6 +86,7 @@ class Plan:
     stages: int = 1
     """1: direct mode, one worker; else a pipeline of so many workers."""
     edges: str = "auto"
+    feedback: str = "gateway"
     restart: bool = False
     """[runtime] on_worker_loss = "restart"."""
     safety_ms: int = 0
@@ -112,6 +113,11 @@ def draw(seed: int) -> Plan:
     )
     is_staged = plan.stages > 1
     plan.clients = [_client(rng, light, is_staged) for _ in range(rng.randint(1, 4))]
+    # Its own generator: known seeds stay what they are in all else.
+    more = random.Random(seed * 7919 + 3)
+    plan.feedback = more.choice(["gateway", "direct"]) if is_staged else "gateway"
+    for script in plan.clients:
+        script.max_tokens = more.choice([0, 0, max(1, script.tokens // 2)])
     survived = (*SURVIVED, *SURVIVED_STAGES, *SURVIVED_STAGES) if is_staged else SURVIVED
     deadly = (*DEADLY, *DEADLY_STAGES) if is_staged else DEADLY
     if light:

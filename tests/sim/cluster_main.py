@@ -31,7 +31,7 @@ def describe(plan: Plan) -> str:
     """What a person needs to see of a plan."""
     how = f"{'light' if plan.light else 'heavy'}, {'embedded' if plan.embedded else 'hosted'}"
     how += ", relay" if plan.relay else ""
-    how += f", {plan.stages} stages with edges {plan.edges}" if plan.stages > 1 else ""
+    how += f", {plan.stages} stages with edges {plan.edges}, feedback {plan.feedback}" if plan.stages > 1 else ""
     lines = [f"  {how}, delays {plan.delay_ms} ms, high-water mark {plan.hwm}, second run {plan.second_run}"]
     lines += [f"  client {script}" for script in plan.clients]
     lines += [f"  fault  {fault}" for fault in plan.faults]

@@ -288,6 +288,7 @@ def _slices(plan: Plan) -> dict[str, bytes]:
         detail_json='{"provider":"process","hf_token":"set"}',
         pipeline_stages=plan.stages,
         pipeline_edges=plan.edges,
+        pipeline_feedback=plan.feedback,
         on_worker_loss="restart" if plan.restart else "fail",
     )
     slices = {

@@ -271,7 +271,9 @@ def plan_job(host: SimHost, address: bytes, job: RunJob, stages: int, error: str
         eos_token_ids=(EOS,),
     )
     config = job.args["config"]
-    plan = None if error else plan_run(facts, stages, run_id=config.run_id, node_id=config.node_id)
+    feedback = config.pipeline_feedback == "direct"
+    where = {"run_id": config.run_id, "node_id": config.node_id}
+    plan = None if error else plan_run(facts, stages, **where, feedback=feedback)
     host.later(host.world.rng.randint(1, 40), lambda: host.deliver(address, JobDone(job.kind, job.key, plan, error)))
 
 
