@@ -34,7 +34,7 @@ PROMPTS = 5  # of each pipeline in a round
 JOINS, JOINS_AT_ONCE, RESTART_EVERY = 100, 10, 3
 READY_S = 180.0
 PARTS = ("relay", "containers", "faults")
-PROMPT, TOKENS = "Write a very long story about a lighthouse keeper and the sea.", 64
+PROMPT, TOKENS = "Write a very long story about a lighthouse keeper and the sea.", 128
 CONFIG = """\
 [runtime]
 pipeline_stages = {stages}

@@ -6,8 +6,12 @@ The engine is the one that the docker command uses, and has to be a manager of t
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
+
+import urllib3.exceptions
 
 from services.provisioner.docker_engine import CALL_LIMIT_S, Engine, Missing, explain, refusal
 from services.provisioner.plugin import ProviderError
@@ -18,7 +22,7 @@ class NoManager(ProviderError):
     """The engine answers, but it manages no swarm: nothing of ours can be there."""
 
 
-LOG_SILENCE_S = 5  # a followed log of a task that has ended does not end by itself
+STREAM_HEADER = struct.Struct(">BxxxL")  # of each frame: which stream, how many bytes
 
 ENDED = frozenset({"complete", "failed", "shutdown", "rejected", "remove", "orphaned"})
 """Task states after which nothing runs any more."""
@@ -81,16 +85,17 @@ class SwarmEngine(Engine):
             return node[:12], True
         return str(found["Description"]["Hostname"]), found["Status"]["State"] == "down"
 
-    def task_logs(self, task: str, stream: str, since: int, follow: bool) -> Iterator[bytes]:
-        """Timestamped frames. The SDK itself can only ask for the logs of a whole service, which end with it."""
+    def task_logs(self, task: str, stream: str, since: int, follow: bool) -> TaskLog:
+        """The SDK itself can only ask for the logs of a whole service, which end with it."""
         api = self.stream()
         wanted = {stream: 1, "timestamps": 1, "follow": int(follow), "since": since}
         response = api._get(
-            api._url("/tasks/{0}/logs", task), params=wanted, stream=True, timeout=(CALL_LIMIT_S, LOG_SILENCE_S)
+            api._url("/tasks/{0}/logs", task),
+            params=wanted,
+            stream=True,
+            timeout=(CALL_LIMIT_S, None if follow else CALL_LIMIT_S),
         )
-        api._raise_for_status(response)
-        frames: Iterator[bytes] = api._multiplexed_response_stream_helper(response)
-        return frames
+        return TaskLog(response, api._get_raw_response_socket(response))
 
     def remove_service(self, service: str) -> None:
         """Its task is told to stop; a service that is gone already is fine."""
@@ -101,6 +106,30 @@ class SwarmEngine(Engine):
         """Once no service uses it; one that is gone already is fine."""
         with contextlib.suppress(Missing), self.sentences("remove a worker's secret"):
             self.api().remove_secret(secret)
+
+
+class TaskLog:
+    """Timestamped frames. A followed log of a task that has ended does not end by itself: somebody hangs up."""
+
+    def __init__(self, response: Any, stream: Any) -> None:
+        # Of a local or TLS engine it is the file on the socket, of one over ssh the channel itself.
+        self._response, self._socket = response, getattr(stream, "_sock", stream)
+
+    def __iter__(self) -> Iterator[bytes]:
+        # What was cut off in the middle is no frame, and is read again by whoever asks again.
+        with contextlib.suppress(urllib3.exceptions.HTTPError, struct.error):
+            while header := self._response.raw.read(STREAM_HEADER.size):
+                _, size = STREAM_HEADER.unpack(header)
+                data = self._response.raw.read(size)
+                if len(data) < size:
+                    return
+                if data:
+                    yield data
+
+    def hang_up(self) -> None:
+        """From any thread: who reads comes to the end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def is_over(task: dict[str, Any]) -> bool:

@@ -21,9 +21,10 @@ from services.provisioner.docker_container import (
 from services.provisioner.docker_engine import Missing, refusal
 from services.provisioner.docker_logs import LogFollowers
 from services.provisioner.plugin import Exited, Failed, ProviderError, ProviderLine, Sink
-from services.provisioner.swarm_engine import SwarmEngine, is_over
+from services.provisioner.swarm_engine import SwarmEngine, TaskLog, is_over
 
 LOOK_S = 0.5
+LAST_WORDS_S = 0.5  # from a node's engine over the manager to us; of a service that is gone no log can be asked for
 
 
 class Task:
@@ -37,6 +38,9 @@ class Task:
         self._stopping = False
         self._over = threading.Event()
         self._gone = threading.Event()
+        self._lock = threading.Lock()
+        self._followed: dict[str, TaskLog] = {}
+        """By stream: the one that is read at the moment, or was last."""
         self._logs = LogFollowers(task, self._read, self._over, self._over.is_set, sink, redact)
 
     def follow(self) -> None:
@@ -67,6 +71,9 @@ class Task:
             end = Failed(f"task {self._task[:12]} can no longer be watched: {error}")
         self._over.set()
         if isinstance(end, Exited):  # else nobody is there who could say any last words
+            time.sleep(LAST_WORDS_S)
+        self._hang_up()
+        if isinstance(end, Exited):
             self._logs.join(DRAIN_S)
         self._logs.emit(end)
         self._gone.set()
@@ -107,5 +114,19 @@ class Task:
             reason += "; if nobody did that, its node ran out of memory"
         return Exited(ended, reason)
 
+    # --- lines ----------------------------------------------------------------------------------------------------
     def _read(self, stream: str, since: int, follow: bool) -> Iterator[bytes]:
-        return self._engine.task_logs(self._task, stream, since, follow)
+        log = self._engine.task_logs(self._task, stream, since, follow)
+        if follow:
+            with self._lock:
+                self._followed[stream] = log
+            if self._over.is_set():
+                # It was opened while the others were hung up.
+                log.hang_up()
+        return iter(log)
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            followed = list(self._followed.values())
+        for log in followed:
+            log.hang_up()

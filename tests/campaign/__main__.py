@@ -13,9 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.campaign.cases import Case, cases
+from tests.campaign.cases import WITH_ENGINE, Case, cases
 from tests.campaign.world import World
-from tests.docker.engine import HABIT_IMAGE, TestEngine, why_not
+from tests.docker.engine import HABIT_IMAGE, SWARM_HABIT_IMAGE, TestEngine, why_not
+from tests.docker.swarm_engines import TestManager, copy_image
 
 
 def run(wanted: list[Case], say: bool = True) -> dict[str, object]:
@@ -25,23 +26,33 @@ def run(wanted: list[Case], say: bool = True) -> dict[str, object]:
     for provider in dict.fromkeys(case.provider for case in wanted):
         began = time.monotonic()
         mine = [case for case in wanted if case.provider == provider]
-        failed += _docker(mine, say) if provider == "docker" else _play(World(), mine, say)
+        failed += _on_engine(mine, say) if provider in WITH_ENGINE else _play(World(), mine, say)
         seconds[provider] = round(time.monotonic() - began, 1)
     return {"fault_cases": len(wanted), "leaked": len(failed), "failed": failed, "seconds": seconds}
 
 
-def _docker(wanted: list[Case], say: bool) -> list[dict[str, object]]:
+def _on_engine(wanted: list[Case], say: bool) -> list[dict[str, object]]:
+    """All of one provider."""
     if why := why_not():
         return [{"case": str(case), "left": [why]} for case in wanted]
     folder = Path(tempfile.mkdtemp(prefix="smq-docker-", dir="/tmp"))
-    engine = TestEngine(folder)
+    habits = Path(__file__).parents[1] / "docker" / "habits"
+    engine, manager = TestEngine(folder / "engine"), None
     try:
         engine.start()
         engine.clear()
         engine.build_base()
-        engine.build("Dockerfile", HABIT_IMAGE, Path(__file__).parents[1] / "docker" / "habits")
-        return _play(World(engine), wanted, say)
+        if wanted[0].provider == "docker":
+            engine.build("Dockerfile", HABIT_IMAGE, habits)
+            return _play(World(engine), wanted, say)
+        engine.build("Dockerfile", SWARM_HABIT_IMAGE, habits, RUN_AS="4711:4711")
+        manager = TestManager(folder / "manager")
+        manager.begin()
+        copy_image(SWARM_HABIT_IMAGE, engine, manager)
+        return _play(World(manager, swarm=True), wanted, say)
     finally:
+        if manager is not None:
+            manager.close()
         engine.close()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,7 +10,10 @@ HANDLE = ("ledger-handle:before", "ledger-handle:after")
 SERVE = ("live", "completed")
 STOP = ("stop_node:before", "ledger-stopped:before", "ledger-stopped:after", "close:before")
 STOPPING = frozenset(
-    {*STOP, "docker-remove:before", "docker-remove:after", "vast-destroy:before", "vast-destroy:after"}
+    {
+        *(*STOP, "docker-remove:before", "docker-remove:after", "vast-destroy:before", "vast-destroy:after"),
+        *("swarm-remove:before", "swarm-remove:after", "swarm-unsecret:before", "swarm-unsecret:after"),
+    }
 )
 """Points that are only reached when the orchestrator has said StopNodes."""
 
@@ -27,7 +30,15 @@ POINTS: dict[str, tuple[str, ...]] = {
         *(*HANDLE, *SERVE, "stop_node:before", "vast-destroy:before", "vast-destroy:after", "ledger-stopped:before"),
         *("ledger-stopped:after", "close:before"),
     ),
+    "swarm": (
+        *(*START, "swarm-secret:before", "swarm-secret:after", "swarm-service:before", "swarm-service:after"),
+        *("follow:before", *HANDLE, *SERVE, "stop_node:before", "swarm-remove:before", "swarm-remove:after"),
+        *("swarm-unsecret:before", "swarm-unsecret:after", "ledger-stopped:before", "ledger-stopped:after"),
+        "close:before",
+    ),
 }
+WITH_ENGINE = frozenset({"docker", "swarm"})
+"""Providers that need an engine, which is in another tier of tests."""
 EVENTS = ("kill", "gone", "term", "int", "stop", "gone+kill")
 """What happens while the provisioner stands at the point.
 
@@ -44,6 +55,7 @@ WRONGS: dict[str, tuple[str, ...]] = {
         *("ambiguous create", "ambiguous create, late", "429 storm", "list broken", "page 2", "sold twice"),
         *("destroy fails", "tunnel half-open", "create with contract"),
     ),
+    "swarm": ("engine killed", "engine restarted"),
 }
 AFTER = ("cleanup", "reconcile", "start")
 """What follows: the launcher's `--cleanup`, `mvp-orchestrator reconcile`, or the next start's PrepareProvider."""
@@ -65,13 +77,8 @@ class Case:
 
 
 def _rows() -> Iterator[tuple[str, str, str, str]]:
-    for provider, points in POINTS.items():
-        events = ("kill", "gone", "term", "stop") if provider != "process" else EVENTS
-        for point in points:
-            # Where it is stopping already, another request to stop is none.
-            for event in events:
-                if event != "stop" or point not in STOPPING:
-                    yield provider, point, event, ""
+    for provider in ("process", "external", "docker", "vastai"):
+        yield from _plain(provider)
     for point in POINTS["process"]:
         for event in ("kill", "gone", "stop"):
             if event != "stop" or point not in STOPPING:
@@ -86,6 +93,22 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
                 continue
             for event in ("kill", "gone"):
                 yield "vastai", point, event, wrong
+    # Last, so that the cases above keep their numbers.
+    yield from _plain("swarm")
+    for wrong in WRONGS["swarm"]:
+        for point in ("swarm-secret:after", "swarm-service:after", "live", "swarm-remove:before"):
+            for event in ("kill", "gone"):
+                yield "swarm", point, event, wrong
+
+
+def _plain(provider: str) -> Iterator[tuple[str, str, str, str]]:
+    """Each event at each point of this provider, where nothing else goes wrong."""
+    events = ("kill", "gone", "term", "stop") if provider != "process" else EVENTS
+    for point in POINTS[provider]:
+        # Where it is stopping already, another request to stop is none.
+        for event in events:
+            if event != "stop" or point not in STOPPING:
+                yield provider, point, event, ""
 
 
 def cases() -> list[Case]:
@@ -102,6 +125,6 @@ def cases() -> list[Case]:
 
 
 def sample(count: int = 12) -> list[Case]:
-    """A few of each provider but docker, whose engine is in another tier; the same ones each time."""
-    wanted = [case for case in cases() if case.provider != "docker"]
+    """A few of each provider that needs no engine; the same ones each time."""
+    wanted = [case for case in cases() if case.provider not in WITH_ENGINE]
     return [wanted[(2 * index + 1) * len(wanted) // (2 * count)] for index in range(count)]

@@ -55,6 +55,8 @@ def main() -> int:
     def named(name: str) -> Callable[..., str]:
         return lambda *_, **__: name
 
+    import docker
+
     from services.provisioner import (
         docker_container,
         docker_engine,
@@ -62,6 +64,8 @@ def main() -> int:
         jobs,
         ledger,
         process_provider,
+        swarm_engine,
+        swarm_task,
         vastai_api,
         vastai_ssh,
     )
@@ -74,6 +78,11 @@ def main() -> int:
     wrap(docker_provider.DockerProvider, "_create", named("docker-create"))
     wrap(docker_container.Container, "follow", named("follow"))
     wrap(docker_engine.Engine, "remove", named("docker-remove"))
+    wrap(docker.APIClient, "create_secret", named("swarm-secret"))
+    wrap(docker.APIClient, "create_service", named("swarm-service"))
+    wrap(swarm_task.Task, "follow", named("follow"))
+    wrap(swarm_engine.SwarmEngine, "remove_service", named("swarm-remove"))
+    wrap(swarm_engine.SwarmEngine, "remove_secret", named("swarm-unsecret"))
     for call in ("search", "create", "destroy"):
         wrap(vastai_api.VastClient, call, named(f"vast-{call}"))
     wrap(vastai_ssh.Machine, "deploy", named("deploy"))

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import docker.types
+
 from common.addresses import Role
 from common.bus import KeyPair
 from common.config_slices import ProvisionerSlice, VastAiSlice, encode_slice
@@ -48,7 +50,7 @@ from services.provisioner.service import cleanup
 from services.provisioner.sink import NodeSink
 from tests.campaign.cases import STOPPING, Case
 from tests.campaign.points import speed_up
-from tests.docker.engine import HABIT_IMAGE, TestEngine
+from tests.docker.engine import HABIT_IMAGE, SWARM_HABIT_IMAGE, TestEngine
 from tests.fakes.vastai.server import FakeVast
 from tests.support.bus import RealBus
 from tests.unit.provisioner.conftest import HABITS
@@ -57,17 +59,19 @@ from tests.unit.provisioner.test_provisioner_process import Collector, Orchestra
 STEP_S = 60.0
 EXIT_S = 40.0
 AGAIN_S = 40.0
+SWARM_S = 30.0
 OTHER_FLEET = "f" * 16
 WORKER = "exec sh -c 'echo ready; while :; do sleep 1; done' worker"
 
 
 class World:
-    """Serves one case after the other. engine: for provider docker; None elsewhere."""
+    """Serves one case after the other. engine: for providers docker and swarm; swarm: it is a manager of one."""
 
-    def __init__(self, engine: TestEngine | None = None) -> None:
+    def __init__(self, engine: TestEngine | None = None, *, swarm: bool = False) -> None:
         speed_up()
         self.folder = Path(tempfile.mkdtemp(prefix="smq-campaign-", dir="/tmp"))
-        self.engine = engine
+        self.engine, self.swarm = engine, swarm
+        self.image = SWARM_HABIT_IMAGE if swarm else HABIT_IMAGE
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("VASTAI", "DOCKER"))},
             "XDG_STATE_HOME": str(self.folder / "state"),
@@ -96,7 +100,7 @@ class World:
         # A process that bears another fleet's marks.
         marks = {processes.MARK_VARIABLE: "somebody-elses", processes.FLEET_VARIABLE: OTHER_FLEET}
         self.innocent = subprocess.Popen(["sleep", "100000"], env={**os.environ, **marks})
-        self.foreign_container = self._foreign_container()
+        self._drop_foreign = self._foreign()
 
     # --- a case ---------------------------------------------------------------------------------------------------
     def play(self, case: Case) -> list[str]:
@@ -119,21 +123,45 @@ class World:
         """Nothing of the campaign is left."""
         self.innocent.kill()
         self.innocent.wait()
-        if self.foreign_container and self.engine is not None:
-            self.engine.client().remove_container(self.foreign_container, force=True)
+        self._drop_foreign()
         self.bus.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _foreign_container(self) -> str:
+    def _foreign(self) -> Callable[[], None]:
+        """A worker of another fleet on the engine; the call removes it."""
         if self.engine is None:
-            return ""
+            return lambda: None
         labels = {"swactor-mq": "worker", "swactor-mq.handle": "theirs", LABEL_FLEET: OTHER_FLEET}
         api = self.engine.client()
+        if self.swarm:
+            secret = api.create_secret("theirs", b"theirs", labels=labels)["ID"]
+            spec = docker.types.ContainerSpec(self.image, command=["sleep", "100000"], labels=labels)
+            service = api.create_service(docker.types.TaskTemplate(spec), name="theirs", labels=labels)["ID"]
+
+            def drop() -> None:
+                api.remove_service(service)
+                api.remove_secret(secret)
+
+            return drop
         made = api.create_container(
-            image=HABIT_IMAGE, entrypoint=["sleep", "100000"], labels=labels, environment={"HABIT": "x"}
+            image=self.image, entrypoint=["sleep", "100000"], labels=labels, environment={"HABIT": "x"}
         )
         api.start(made["Id"])
-        return str(made["Id"])
+        return lambda: api.remove_container(made["Id"], force=True)
+
+    def on_engine(self) -> tuple[list[str], list[str]]:
+        """(what of ours, what of the other fleet) the engine has, as kinds."""
+        assert self.engine is not None
+        api = self.engine.client()
+        kinds = [("container", row.get("Labels") or {}) for row in self.engine.containers()]
+        if self.swarm:
+            for kind, rows in (("service", api.services()), ("secret", api.secrets())):
+                kinds += [(kind, row["Spec"].get("Labels") or {}) for row in rows]
+        owners = [(kind, labels.get(LABEL_FLEET)) for kind, labels in kinds]
+        return (
+            [kind for kind, fleet in owners if fleet == self.fleet],
+            [kind for kind, fleet in owners if fleet == OTHER_FLEET],
+        )
 
     def spawn(self, point: str, extra: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
         """(the provisioner, the end of its pipe that is the orchestrator's life)."""
@@ -188,7 +216,7 @@ class Stage:
             )
         return ProvisionerSlice(
             provider=case.provider,
-            image=HABIT_IMAGE,
+            image=self.world.image,
             docker_gpus="none",
             docker_pull="never",
             worker_bin=str(folder / f"worker-{habit}") if case.provider == "process" else "",
@@ -235,7 +263,7 @@ class Stage:
             return
         answer = self._until(ProviderPrepared, ProviderPrepareFailed)
         assert isinstance(answer, ProviderPrepared), answer
-        spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image=HABIT_IMAGE, env={"HABIT": "polite"})
+        spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image=self.world.image, env={"HABIT": "polite"})
         self._order(StartNode(run=self.run, spec=spec, orchestrator=self.world.address))
         if self.case.provider in ("external", "vastai"):
             # There is no answer before the worker comes, so a line of the ledger says that it is waited for.
@@ -374,13 +402,22 @@ class Stage:
             found += [f"instance {row.id}" for row in rows if offers.handle_of(row.label, world.fleet)]
             found += [f"foreign instance {id} is gone" for id in self.foreign if id not in self.fake.instances]
         if world.engine is not None:
-            labels = [row.get("Labels") or {} for row in world.engine.containers()]
-            found += [f"container {label}" for label in labels if label.get(LABEL_FLEET) == world.fleet]
-            if not any(label.get(LABEL_FLEET) == OTHER_FLEET for label in labels):
-                found.append("a foreign container is gone")
+            found += self._left_on_engine()
         if world.innocent.poll() is not None:
             found.append("a foreign process is gone")
         return found
+
+    def _left_on_engine(self) -> list[str]:
+        world = self.world
+        until = time.monotonic() + (SWARM_S if world.swarm else 0.0)
+        while True:
+            ours, theirs = world.on_engine()
+            # The swarm removes a container by itself some seconds after its service.
+            if set(ours) != {"container"} or time.monotonic() > until:
+                break
+            time.sleep(0.5)
+        wanted = {"service", "secret"} if world.swarm else {"container"}
+        return [f"{kind} of ours" for kind in ours] + [f"a foreign {kind} is gone" for kind in wanted - set(theirs)]
 
     def _tunnels(self) -> list[int]:
         run = self.run.hex()[:8]

@@ -30,6 +30,47 @@ def ip(*arguments: str, check: bool = True) -> None:
         raise EngineError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
+def copy_image(image: str, source: TestEngine, target: TestEngine) -> None:
+    """From one engine to another, unless that one has it."""
+    wanted, api = source.client().inspect_image(image)["Id"], target.client()
+    if any(found["Id"] == wanted and image in (found["RepoTags"] or []) for found in api.images()):
+        return
+    for _ in api.load_image(source.client().get_image(image)):
+        pass
+    for found in api.images(filters={"dangling": True}):
+        with contextlib.suppress(Exception):
+            api.remove_image(found["Id"])
+
+
+class TestManager(TestEngine):
+    """A swarm of one engine, in a network namespace that leads nowhere."""
+
+    def __init__(self, folder: Path) -> None:
+        name, address = NODES[0]
+        ip("netns", "del", name, check=False)
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "add", "eth0", "type", "bridge")  # one without ports
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        super().__init__(folder, CACHE.parent / "swarm1", name)
+
+    def begin(self) -> None:
+        """Started, and the manager of a new swarm that is empty."""
+        self.start()
+        with contextlib.suppress(Exception):
+            self.client().leave_swarm(force=True)
+        self.clear()
+        self.client().init_swarm(advertise_addr=NODES[0][1], listen_addr=NODES[0][1])
+
+    def close(self) -> None:
+        """Nothing is left but the images."""
+        with contextlib.suppress(Exception):
+            self.client().leave_swarm(force=True)
+        super().close()
+        ip("netns", "del", NODES[0][0], check=False)
+
+
 class TestSwarm:
     """Two engines and what joins them."""
 
@@ -117,16 +158,8 @@ class TestSwarm:
 
     def load(self, image: str, source: TestEngine) -> None:
         """Copy an image from another engine to both, unless they have it."""
-        wanted = source.client().inspect_image(image)["Id"]
         for engine in self.engines:
-            api = engine.client()
-            if any(found["Id"] == wanted and image in (found["RepoTags"] or []) for found in api.images()):
-                continue
-            for _ in api.load_image(source.client().get_image(image)):
-                pass
-            for found in api.images(filters={"dangling": True}):
-                with contextlib.suppress(Exception):
-                    api.remove_image(found["Id"])
+            copy_image(image, source, engine)
 
     def nodes(self) -> list[str]:
         """The state of node 1 and 2."""
