@@ -133,7 +133,7 @@ class CollectorSlice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MembershipSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """profile: "lan" | "wan" (anchors.md C7); wan for vastai."""
+    """profile: `common.limits.network_profile` of the provider."""
 
     profile: str = "lan"
 

@@ -112,9 +112,14 @@ def provider_start_ms(provider: str) -> int:
     return PROVIDER_START_MS if provider == "process" else PROVIDER_START_SLOW_MS
 
 
-def lease_ttl_ms(provider: str) -> int:
-    """How long a worker goes on without its orchestrator."""
-    return LEASE_TTL_RENTED_MS if provider == "vastai" else LEASE_TTL_MS
+def network_profile(provider: str) -> str:
+    """ "wan" where workers are far away, behind somebody's home line and a tunnel; else "lan" (anchors.md C7)."""
+    return "wan" if provider == "vastai" else "lan"
+
+
+def lease_ttl_ms(profile: str) -> int:
+    """How long a worker goes on without its orchestrator. profile: `network_profile` of its provider."""
+    return LEASE_TTL_RENTED_MS if profile == "wan" else LEASE_TTL_MS
 
 
 def provider_stop_ms(provider: str) -> int:

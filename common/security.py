@@ -137,6 +137,11 @@ def write_private(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
+def socket_path_bytes(directory: Path) -> int:
+    """How long the longest path of a socket in this run directory is; at most SOCKET_PATH_BYTES_MAX will do."""
+    return len(os.fsencode(directory / "relay-control.sock"))
+
+
 def init(directory: Path, *, relay: bool, door: Door | None = None) -> dict[Role, Path]:
     """Write keys/, bus/, secrets/ and nodes/ below a run directory; returns the bus file of each service.
 
@@ -144,10 +149,9 @@ def init(directory: Path, *, relay: bool, door: Door | None = None) -> dict[Role
     from elsewhere. Workers dial the relay when there is one (here, or the door's), else the router. Raises
     SecurityError when the directory cannot hold sockets or cannot be written.
     """
-    longest = directory / "relay-control.sock"
-    if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
+    if (size := socket_path_bytes(directory)) > SOCKET_PATH_BYTES_MAX:
         raise SecurityError(
-            f"run directory {directory} is too long for sockets ({len(os.fsencode(longest))} bytes, at most "
+            f"run directory {directory} is too long for sockets ({size} bytes, at most "
             f"{SOCKET_PATH_BYTES_MAX}); set [runtime] run_dir to a shorter path"
         )
     try:

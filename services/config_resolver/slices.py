@@ -22,6 +22,7 @@ from common.config_slices import (
     VastAiSlice,
     encode_slice,
 )
+from common.limits import network_profile
 from common.messages.node_agent import HuggingFaceGguf
 
 HF_TOKEN_FILE = "hf_token"
@@ -76,7 +77,7 @@ def slice_for(config: Config, role: Role, secrets_dir: Path) -> msgspec.Struct |
                 secrets_files=secrets_files(config, secrets_dir),
             )
         case Role.MEMBERSHIP:
-            return MembershipSlice(profile="wan" if config.vastai is not None else "lan")
+            return MembershipSlice(profile=network_profile(config.provider))
         case Role.ROUTER | Role.RELAY:
             return RelaySlice(
                 used=config.relay.used,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from common.actors import Ctx
 from common.addresses import Role, short
-from common.limits import ACK_LIMIT_MS, ACK_RESEND_MS, PROVIDER_START_MS, READINESS_SILENCE_MS, lease_ttl_ms
+from common.limits import (
+    ACK_LIMIT_MS,
+    ACK_RESEND_MS,
+    PROVIDER_START_MS,
+    READINESS_SILENCE_MS,
+    lease_ttl_ms,
+    network_profile,
+)
 from common.messages.node_agent import RuntimeReadyAck
 from common.messages.orchestrator import ObservePoolReady
 from common.messages.provision import CompleteBootstrap
@@ -79,9 +86,8 @@ class Readiness(Stages):
             "readiness_id": msg.readiness_id,
         }
         self.record(ctx, "node_runtime_ready", "ready", detail, worker.node_id)
-        ctx.send(
-            worker.node_actor, Lease(ttl_ms=lease_ttl_ms(self.provider or ""))
-        )  # its own clock has been running since its start
+        # Its own clock has been running since its start.
+        ctx.send(worker.node_actor, Lease(ttl_ms=lease_ttl_ms(network_profile(self.provider or ""))))
         self._progress_once(worker, "report", ctx)
         if worker.subscribed:
             self._expect_flow(worker, ctx)

@@ -13,6 +13,7 @@ from common.limits import (
     WORKER_SILENT_MS_SERVING,
     WORKER_SILENT_MS_STARTUP,
     lease_ttl_ms,
+    network_profile,
 )
 from common.messages.provision import NodeExited
 from common.messages.report import StageFault
@@ -57,7 +58,7 @@ class Serving(Closing):
                 ctx.send(service, Lease(ttl_ms=LEASE_TTL_MS))
         for worker in self.workers.values():
             if worker.node_actor:
-                ctx.send(worker.node_actor, Lease(ttl_ms=lease_ttl_ms(self.provider or "")))
+                ctx.send(worker.node_actor, Lease(ttl_ms=lease_ttl_ms(network_profile(self.provider or ""))))
         self._check_gateway(ctx)
 
     def lease_kept(self, ctx: Ctx) -> None:

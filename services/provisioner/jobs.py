@@ -20,6 +20,7 @@ from common.addresses import Plane
 from common.bus import mint_keypair
 from common.config_slices import ProvisionerSlice
 from common.launch_file import LAUNCH_FILE_NAME, LaunchFile
+from common.limits import network_profile
 from common.messages.provision import NodeProvisionSpec
 from common.security import planes_to_json, read_secret_file
 from services.provisioner import processes
@@ -37,7 +38,6 @@ from services.provisioner.registry import ProviderInputs, make_provider
 from services.provisioner.sink import NodeSink
 from services.provisioner.state import Minted, Prepared, Rechecked
 
-WIDE_AREA_PROVIDERS = frozenset({"vastai"})
 OWED_LIMIT_MS = 600_000  # a worker that no look has found so long after its start went unanswered was never started
 
 
@@ -164,7 +164,7 @@ class ProvisionerJobs:
             orchestrator_node=orchestrator_node.hex(),
             hf_token=self._hf_token,
             device=spec.env.get("DEV") or self._here.environment.get("DEV", ""),
-            profile="wan" if self._config.provider in WIDE_AREA_PROVIDERS else "lan",
+            profile=network_profile(self._config.provider),
             measure=spec.measure,
         )
         with self._files:

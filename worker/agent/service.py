@@ -15,7 +15,7 @@ from common.edges.carrier import EdgeCarrierActor, carrier_address
 from common.effects import Observed
 from common.host import Host, new_boot
 from common.launch_file import LaunchFile, LaunchFileError
-from common.limits import LEASE_TTL_MS, LEASE_TTL_RENTED_MS
+from common.limits import lease_ttl_ms
 from common.messages.stream import StreamId
 from common.node import PLANES, Identity
 from common.redact import Redactor
@@ -73,7 +73,7 @@ class Worker:
             orchestrator=bytes.fromhex(launch.orchestrator),
             device=launch.device,
             measure=launch.measure,
-            lease_ms=LEASE_TTL_RENTED_MS if launch.profile == "wan" else LEASE_TTL_MS,
+            lease_ms=lease_ttl_ms(launch.profile),
             edge=edge_bind(launch, KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))),
         )
         self.engine = EngineProcess(host.loop, self._tell, command=engine_command, environ=_environment(launch))

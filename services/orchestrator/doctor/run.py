@@ -12,7 +12,9 @@ from pathlib import Path
 
 from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
+from common.door import PORTS
 from common.messages.node_agent import HuggingFaceGguf
+from common.security import SOCKET_PATH_BYTES_MAX, socket_path_bytes
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 from services.orchestrator.plan_command import stage_size
 from services.orchestrator.planner import PlanError, RunPlan
@@ -24,9 +26,6 @@ from worker.engine.cpu_objects import cache_folder
 SERVICES_BYTES = 240 * 2**20  # six of 40 MiB
 WORKER_BYTES = 150 * 2**20  # Python and tinygrad, of each stage
 ARCHIVE_BYTES_MIN = 2**30
-SOCKET_PATH_BYTES_MAX = 100  # Linux takes 107 and the names in a run directory are short
-LONGEST_NAME = "/ctrl-0123456789abcdef.sock"
-BIND_PORTS = 4
 
 
 # --- ports ------------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def ports(config: Config) -> Sequence[Finding]:
     ):
         wanted += [(key, addr, 1)] if addr is not None else []
     if config.relay.local and config.relay.bind_addr is not None:
-        wanted.append(("[relay] bind_addr", config.relay.bind_addr, BIND_PORTS))
+        wanted.append(("[relay] bind_addr", config.relay.bind_addr, PORTS))
     findings, free = [], []
     for key, addr, count in wanted:
         if addr.port == 0:
@@ -183,7 +182,7 @@ def _folder(what: str, path: Path, needed: int, key: str, *, worst: str = "fail"
 
 
 def _run_directory(path: Path) -> Finding:
-    if len(os.fsencode(str(path) + LONGEST_NAME)) > SOCKET_PATH_BYTES_MAX:
+    if socket_path_bytes(path) > SOCKET_PATH_BYTES_MAX:
         return fail(f"the run directory {path} has too long a name for sockets", "set a shorter [runtime] run_dir")
     return _folder("the run directory", path, 2**20, "[runtime] run_dir")
 

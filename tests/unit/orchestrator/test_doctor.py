@@ -18,6 +18,7 @@ import pytest
 
 from common.config import resolve
 from common.config_model import ProviderKind, SocketAddr
+from common.security import SOCKET_PATH_BYTES_MAX, SecurityError, init, socket_path_bytes
 from services.orchestrator.doctor import engine, machine, run
 from services.orchestrator.doctor.findings import Check, Finding, ok, results
 from services.orchestrator.plan_command import stage_size
@@ -243,3 +244,16 @@ def test_missing_packages_are_named() -> None:
     assert machine.missing_packages(["pyzmq>=27", "no-such-package-of-ours>=1", 'other; extra == "dev"']) == [
         "no-such-package-of-ours"
     ]
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_run_directory_is_too_long_for_the_doctor_where_it_is_for_the_run(tmp_path: Path, spare: int) -> None:
+    length = SOCKET_PATH_BYTES_MAX - (socket_path_bytes(tmp_path / "x") - len("x")) - spare
+    directory = tmp_path / ("x" * length)
+    finding = run._run_directory(directory)
+    assert (finding.status == "fail") == (spare < 0), finding
+    if spare < 0:
+        with pytest.raises(SecurityError, match="too long for sockets"):
+            init(directory, relay=False)
+    else:
+        init(directory, relay=False)
