@@ -25,6 +25,7 @@ from services.prompt_gateway.token_edges import TokenEdgeShell
 from tests.sim.cluster_world import SECRET, SimHost
 from tests.sim.edge_net import EdgeNet, SimEdgeSockets
 from worker.engine.mailbox import Mailbox
+from worker.engine.parts import Inputs
 from worker.engine.progress import ProgressPage
 from worker.engine.stage_port import StagePort
 from worker.engine.stage_role import StageRole
@@ -77,10 +78,11 @@ class ToyModel:
         self.vocabulary, self.is_first, self.fault = vocabulary, is_first, fault
         self.length = 0
 
-    def embed(self, ids: list[int]) -> F32:
+    def _embed(self, ids: list[int]) -> F32:
         return np.array([[token, 0] for token in ids], np.float32)
 
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        rows = self._embed(inputs) if isinstance(inputs, list) else inputs
         if error := self.fault():
             raise RuntimeError(error)
         if start == 0:
@@ -94,8 +96,8 @@ class ToyModel:
         self.length = start + len(rows)
         return out
 
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
-        row = self.run_blocks(rows, start, tick)[-1]
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        row = self.run_blocks(inputs, start, tick)[-1]
         logits = np.zeros(VOCABULARY, np.float32)
         logits[self.vocabulary.after(int(row[0]))] = 1
         return logits

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.gguf import GgufFile, ModelHeader
-from common.gguf_quants import dequantise_rows
+from common.gguf import ModelHeader
 from worker.engine import tinygrad_shim as tg
 from worker.engine.cpu_cache import Arena, load_arena
 from worker.engine.cpu_native import PHASE_BYTES, Kernels, Team, control_tensor
 from worker.engine.cpu_plan import ROWS_MAX, StagePlan
 from worker.engine.errors import EngineError
-from worker.engine.parts import F32, Part, Progress, check_part
+from worker.engine.parts import F32, Inputs, Part, Progress, check_part
 from worker.engine.tinygrad_shim import dtypes
 
 
@@ -41,7 +40,6 @@ class CpuPart:
         check_part(self.header, self.part)
         self.max_context, self.slots = max_context, slots
         self.backend = f"c {kernels.instruction_set}, {threads} threads"
-        self._file: GgufFile = plan.file
         self._held: list[int] = []  # tokens whose keys and values the first slot holds, from position 0 on
         h = self.header
         positions = -(-max_context // 16) * 16
@@ -64,7 +62,10 @@ class CpuPart:
         self._logits = tg.view(logits)
         tensors = [control_tensor(), state, weights, plan_tensor, cache, scratch, rope, logits]
         self._team = Team(kernels, tensors, threads, (self._arena, self._cache))
-        self._scale = math.sqrt(h.embedding_length) if plan.arch.scaled_embedding else 1.0
+        self._has_embedding = self.part.with_embedding
+        if self._has_embedding:
+            scale = math.sqrt(h.embedding_length) if plan.arch.scaled_embedding else 1.0
+            self._team.set_embedding(plan.file, "token_embd.weight", scale)
 
     @property
     def weights_bytes(self) -> int:
@@ -75,13 +76,6 @@ class CpuPart:
     def kv_bytes(self) -> int:
         """Bytes reserved by the key-value cache; they become resident as the context fills, in huge pages at once."""
         return self._cache.nbytes
-
-    def embed(self, ids: list[int]) -> F32:
-        """Rows of the embedding, (len(ids), width); only those rows of the file are read."""
-        rows = dequantise_rows(self._file, "token_embd.weight", np.asarray(ids, np.int64))
-        if self._scale != 1.0:
-            rows *= np.float32(self._scale)
-        return rows
 
     def use_threads(self, threads: int) -> None:
         """Work with fewer threads than the part was loaded for."""
@@ -94,10 +88,19 @@ class CpuPart:
         head[2], head[3], head[5] = count, head_rows, int(skip_blocks)
         self._team.step()
 
-    def _enter(self, rows: F32, positions: Sequence[int] | range, slots: int | Sequence[int]) -> None:
-        count = len(rows)
-        self._state[:count] = rows
+    def _enter(self, inputs: Inputs, positions: Sequence[int] | range, slots: int | Sequence[int]) -> None:
+        count = len(inputs)
         control = self._team.control
+        if isinstance(inputs, list):
+            if not self._has_embedding:
+                raise EngineError("this stage has no embedding")
+            if not 0 <= min(inputs) <= max(inputs) < self.header.vocab_size:
+                raise EngineError(f"token {max(inputs)} is outside the vocabulary of {self.header.vocab_size}")
+            control.tokens[:count] = inputs
+            control.args[0] = count
+        else:
+            self._state[:count] = inputs
+            control.args[0] = 0
         control.positions[:count] = positions
         control.slots[:count] = slots
 
@@ -105,12 +108,12 @@ class CpuPart:
         if not 1 <= count <= ROWS_MAX or start < 0 or start + count > self.max_context:
             raise EngineError(f"{count} rows at position {start} do not fit the context of {self.max_context}")
 
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """All blocks on up to `chunk` rows at positions start...; returns rows of the same shape."""
-        count = len(rows)
+        count = len(inputs)
         self._check(count, start)
         self._held = []  # rows are not tokens
-        self._enter(rows, range(start, start + count), 0)
+        self._enter(inputs, range(start, start + count), 0)
         self._run(count, 0)
         if tick is not None:
             tick()
@@ -123,13 +126,13 @@ class CpuPart:
         self._run(1, 1, skip_blocks=True)
         return self._logits[: self.header.vocab_size].copy()
 
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """run_blocks and run_head on the last row as one step: each start of a step costs a decoded token 0.1 ms."""
         self._need_head()
-        count = len(rows)
+        count = len(inputs)
         self._check(count, start)
         self._held = []
-        self._enter(rows, range(start, start + count), 0)
+        self._enter(inputs, range(start, start + count), 0)
         self._run(count, 1)
         if tick is not None:
             tick()
@@ -144,7 +147,7 @@ class CpuPart:
         self._need_head()
         count = len(ids)
         self._check(count, start)
-        self._enter(self.embed(ids), range(start, start + count), 0)
+        self._enter(ids, range(start, start + count), 0)
         known = len(self._held) >= start
         del self._held[start if known else 0 :]
         self._run(count, 1)
@@ -164,7 +167,7 @@ class CpuPart:
         if not all(0 <= position < self.max_context for position in positions):
             raise EngineError(f"a position of {list(positions)} is outside the context of {self.max_context}")
         self._held = []
-        self._enter(self.embed(list(ids)), positions, slots)
+        self._enter(list(ids), positions, slots)
         self._run(count, count)
         return self._logits.reshape(self.slots, -1)[:count, : self.header.vocab_size]
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from common.gguf import GgufFile
 from worker.engine import tinygrad_shim as tg
 from worker.engine.cpu_objects import CompileError, chosen, cpu_vendor, find_object
-from worker.engine.cpu_plan import ROWS_MAX
+from worker.engine.cpu_plan import KINDS, ROWS_MAX
 from worker.engine.tinygrad_shim import Tensor, dtypes
 
-_STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP = range(1, 10)
-CONTROL_BYTES = 768
+_STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP, _UNPACK = range(1, 11)
+CONTROL_BYTES = 1280
 PHASE_BYTES = 12 * 64  # of a block, at the start of the scratch memory
 _AHEAD, _ARGS, _POSITIONS = 24, 32, 176  # byte offsets within the control block
 
@@ -35,6 +36,7 @@ class Control:
         self.args = memory[_ARGS : _ARGS + 80].view(np.int64)
         self.positions = memory[_POSITIONS : _POSITIONS + 4 * ROWS_MAX].view(np.int32)
         self.slots = memory[_POSITIONS + 4 * ROWS_MAX : _POSITIONS + 8 * ROWS_MAX].view(np.int32)
+        self.tokens = memory[_POSITIONS + 8 * ROWS_MAX : _POSITIONS + 16 * ROWS_MAX].view(np.int64)
 
     @classmethod
     def private(cls) -> Control:
@@ -99,6 +101,14 @@ class Kernels:
         seen: F32 = (codes * scales).reshape(count, columns)
         return seen
 
+    def unpack(self, kind: int, matrix: npt.NDArray[np.uint8], columns: int, rows: Sequence[int]) -> F32:
+        """Chosen rows of a matrix as it lies in the file, (len(rows), columns)."""
+        wanted = np.array(rows, np.int64)
+        out = np.empty((len(wanted), columns), np.float32)
+        args = (kind, wanted.ctypes.data, len(wanted), columns, out.ctypes.data)
+        self.run(_UNPACK, args, matrix.ctypes.data)
+        return out
+
     def rows(self, what: int, x: F32) -> F32:
         """0: SiLU, 1: GELU, 2: exp, 3: to float16 and back."""
         out = np.zeros_like(x)
@@ -128,7 +138,7 @@ class Team:
         self.control = Control.in_tensor(self._tensors[0])
         self.control.head[0], self.control.head[1], self.control.ahead[0] = _STEP, threads, prefetch_bytes()
         self.threads = threads
-        self._step = tg.Step(lambda: kernels.native.launch(self._tensors[-1], self._tensors).realize())
+        self._step = tg.NativeStep(kernels.native, self._tensors)
         helpers = []
         for number in range(1, threads):
             control = Control.private()
@@ -139,9 +149,16 @@ class Team:
             helpers.append(thread)
         self._close = weakref.finalize(self, _stop, kernels, self.control.address, helpers, (self._tensors, memory))
 
+    def set_embedding(self, file: GgufFile, name: str, scale: float) -> None:
+        """Where a step finds the rows of its tokens: the matrix as it lies in the file."""
+        info = file.tensor(name)
+        self._file = file  # stays mapped; but a view of it would keep it from being closed
+        where = np.frombuffer(file.tensor_bytes(name), np.uint8).ctypes.data
+        self.control.args[1:3] = KINDS.index(info.type_name), where
+        self.control.args[3:4].view(np.float32)[0] = scale
+
     def step(self) -> None:
         self._step()
-        tg.synchronize()
 
     def close(self) -> None:
         """Send the helpers home; also done at the interpreter's end, while the memory is still there."""

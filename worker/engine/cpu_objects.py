@@ -148,8 +148,8 @@ def compile_object(name: str, target: Path, of: str | None = None) -> None:
             if result.returncode == 0 and made.is_file():
                 write_whole(target, made.read_bytes())
                 return
-            last = result.stderr.strip().splitlines()[-1:] or [f"exit status {result.returncode}"]
-            problem = f"{program}: {last[0]}"
+            lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+            problem = f"{program}: {next((line for line in lines if 'error:' in line), lines[-1])}"
     raise CompileError(f"the kernels for {name} cannot be compiled: {problem}")
 
 

@@ -13,6 +13,8 @@ from common.gguf import ModelHeader
 from worker.engine.errors import EngineError
 
 F32 = npt.NDArray[np.float32]
+Inputs = F32 | list[int]
+"""Rows (n, width), or ids of tokens whose embedding they are."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -61,16 +63,13 @@ class ModelPart(Protocol):
     @property
     def kv_bytes(self) -> int: ...
 
-    def embed(self, ids: list[int]) -> F32:
-        """Rows of the embedding, (len(ids), width)."""
-
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
-        """All blocks on up to `chunk` rows at positions start...; returns rows of the same shape."""
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """All blocks on up to `chunk` rows at positions start...; returns rows (n, width)."""
 
     def run_head(self, row: F32) -> F32:
         """Logits (vocabulary,) of one row. Raises EngineError in a stage without the head."""
 
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """run_blocks, then run_head on the last row, in one step where that saves time."""
 
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:

@@ -36,7 +36,7 @@ from worker.engine.kernels import (
     Scores,
     Values,
 )
-from worker.engine.parts import F32, Part, Progress, check_part
+from worker.engine.parts import F32, Inputs, Part, Progress, check_part
 from worker.engine.portable_weights import Weights, round_up
 from worker.engine.tinygrad_shim import LANES, Step, Symbol, Tensor, dtypes
 
@@ -204,15 +204,18 @@ class PortablePart:
 
     # -- running -------------------------------------------------------------------------------------------
 
-    def embed(self, ids: list[int]) -> F32:
-        """Rows of the embedding, (len(ids), D); only those rows of the file are read."""
-        rows = dequantise_rows(self._file, "token_embd.weight", np.asarray(ids, np.int64))
+    def _rows(self, inputs: Inputs) -> F32:
+        """Rows (n, D): of tokens only their rows of the file are read."""
+        if not isinstance(inputs, list):
+            return inputs
+        rows = dequantise_rows(self._file, "token_embd.weight", np.asarray(inputs, np.int64))
         if self._arch.scaled_embedding:
             rows *= np.float32(math.sqrt(self.header.embedding_length))
         return rows
 
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """All blocks on up to CHUNK rows at positions start...; returns rows of the same shape (n, D)."""
+        rows = self._rows(inputs)
         count, width = rows.shape
         if 1 < count <= SINGLE_ROWS_MAX:
             return np.concatenate([self.run_blocks(rows[i : i + 1], start + i, tick) for i in range(count)])
@@ -237,13 +240,13 @@ class PortablePart:
         tg.write(self._spaces[1].state, np.ascontiguousarray(row, np.float32))
         return tg.read(self._head_step(), self.header.vocab_size)
 
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """All blocks, then the head on the last row."""
-        return self.run_head(self.run_blocks(rows, start, tick)[-1])
+        return self.run_head(self.run_blocks(inputs, start, tick)[-1])
 
     def logits(self, ids: list[int], start: int, tick: Callable[[], None] | None = None) -> F32:
         """Logits of the last of up to `chunk` tokens."""
-        return self.run_to_logits(self.embed(ids), start, tick)
+        return self.run_to_logits(ids, start, tick)
 
     def reusable(self, ids: Sequence[int]) -> int:
         """Nothing: another cut into chunks gives other bits here, and a prompt shall have one answer."""

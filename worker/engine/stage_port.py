@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.bus import KeyPair
-from common.bus_edges import EdgeSocketError, EdgeSockets
+from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
+from common.edges.network import EdgeNetwork
 from common.edges.port import EdgePort, Transport
 from common.limits import ENGINE_HEARTBEAT_MS
 from common.messages.engine import (
@@ -59,7 +60,7 @@ class StagePort:
         tell: Callable[[Message], None],
         wake: Callable[[], None],
         *,
-        transport: Transport = EdgeSockets,
+        transport: Transport = EdgeNetwork,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._mailbox, self._tell, self._wake = mailbox, tell, wake

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from common.edge_records import Record, decode_tokens, encode_tokens
+from worker.engine.parts import F32, Inputs
 from worker.engine.sampler import Sampler, Sampling
 
 ROWS_PER_RECORD_MAX = 64  # design.md 4
-F32 = npt.NDArray[np.float32]
 WIRE_DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16}
 
 
@@ -28,13 +27,10 @@ class StageModel(Protocol):
 
     max_context: int
 
-    def embed(self, ids: list[int]) -> F32:
-        """Rows (n, D) of the embedding."""
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        """All blocks of the part on up to `chunk` rows, or on as many tokens, at positions start..."""
 
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
-        """All blocks of the part on up to `chunk` rows at positions start..."""
-
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
         """run_blocks, then the logits (vocabulary,) of the last row."""
 
 
@@ -125,7 +121,7 @@ class StageSteps:
                 return
             piece = ids[at : at + self._rows]
             end = at + len(piece) == len(ids)
-            out = self._compute(self._model.embed(piece), tick, end=end)
+            out = self._compute(piece, tick, end=end)
             yield from self._outcome(record, out, begin=record.begin and at == 0, end=end)
 
     # --- any other stage --------------------------------------------------------------------------------------
@@ -154,15 +150,15 @@ class StageSteps:
                 f"{rows} rows at position {self.position} do not fit the context of {self._model.max_context}",
             )
 
-    def _compute(self, rows: F32, tick: Callable[[], None], *, end: bool) -> F32:
+    def _compute(self, inputs: Inputs, tick: Callable[[], None], *, end: bool) -> F32:
         """Rows after this stage's blocks; on the last stage, at the end of an object, the logits of the last row."""
         run = self._model.run_to_logits if end and self._shape.is_last else self._model.run_blocks
         try:
-            out = run(rows, self.position, tick)
+            out = run(inputs, self.position, tick)
         except (ValueError, RuntimeError, MemoryError) as error:
             text = str(error).strip().splitlines()
             raise StepError("StepFailed", text[0] if text else type(error).__name__) from error
-        self.position += len(rows)
+        self.position += len(inputs)
         return out
 
     def _outcome(self, record: Record, out: F32, *, begin: bool, end: bool) -> Iterator[Record]:

@@ -129,7 +129,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, UOp  # noqa: E402
 # What 0.14 changed: programs stay ELF objects until they are loaded, and copies go from buffer to buffer.
 _OBJECTS = not hasattr(compiler_cpu, "ClangJITCompiler")
 
-__all__ = ["LANES", "Array", "Expr", "Step", "Symbol", "Tensor", "dtypes"]
+__all__ = ["LANES", "Array", "Expr", "NativeStep", "Step", "Symbol", "Tensor", "dtypes"]
 
 Symbol: TypeAlias = Any  # a tinygrad UOp: an integer known only when a step runs
 Expr: TypeAlias = Any  # a tinygrad UOp inside a kernel
@@ -329,6 +329,26 @@ def view(tensor: Tensor) -> Array:
 def synchronize() -> None:
     """Wait for the device."""
     Device[device_name()].synchronize()
+
+
+class NativeStep:
+    """A program on persistent tensors as a step: captured once, then replayed on the calling thread. Handing it to the
+    device's thread and back costs 85 us (measured, 2 % of a token of SmolLM2); nothing else is queued there by then."""
+
+    def __init__(self, native: Native, tensors: Sequence[Tensor]) -> None:
+        self._native, self._tensors = native, tensors
+        self._jit = TinyJit(lambda: native.launch(tensors[-1], tensors).realize())
+        self._addresses: tuple[int, ...] = ()
+
+    def __call__(self) -> None:
+        """Returns when the program has run."""
+        if self._addresses:
+            self._native.call(*self._addresses)
+            return
+        self._jit()
+        synchronize()
+        if self._jit.captured is not None:
+            self._addresses = tuple(address(tensor) for tensor in self._tensors)
 
 
 class Step:

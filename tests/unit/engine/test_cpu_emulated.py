@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.gguf import GgufFile
+from common.gguf_quants import dequantise_rows
 from tests.support.emulated import PROCESSORS, EmulatedKernels, Processor, build, emulator
 from tests.unit.engine.test_cpu_kernels import (  # noqa: F401 - run again, with this file's `kernels`
     block_columns,
@@ -71,7 +74,9 @@ def test_a_whole_step(
     here = load_kernels()
     assert here is not None
     part = load_part(tmp_path / "m.gguf", here, threads=1)
-    part._enter(part.embed(IDS[:40]), range(40), 0)
+    embedded = dequantise_rows(GgufFile.open(tmp_path / "m.gguf"), "token_embd.weight", np.asarray(IDS[:40], np.int64))
+    scale = math.sqrt(part.header.embedding_length) if architecture == "gemma3" else 1.0
+    part._enter(embedded * np.float32(scale), range(40), 0)
     head = part._team.control.head
     head[2], head[3], head[5] = 40, 1, 0
     memory = [bytes(tg.view(tensor).view(np.uint8)) for tensor in part._team._tensors]

@@ -150,6 +150,17 @@ def test_half_precision_rounds_like_numpy(name: str, values: list[float]) -> Non
     assert np.array_equal(kernels.rows(3, x), x.astype(np.float16).astype(np.float32))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_embedding_have_the_bits_of_the_reference(kernels: Kernels, kind: str) -> None:
+    """Also of infinite and denormal scales: the raw bytes are arbitrary."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(3).integers(0, 256, (40, 512 // block * nbytes), dtype=np.uint8)
+    chosen = [3, 39, 0, 3]
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = dequantise_bytes(raw.tobytes(), kind, 512)[chosen]
+    assert np.array_equal(kernels.unpack(KINDS.index(kind), raw.reshape(-1), 512, chosen), expected, equal_nan=True)
+
+
 def test_rotary_pairs_move_into_halves(kernels: Kernels) -> None:
     raw = random_blocks("Q8_0", 96, 32, 4)
     out = np.empty(tiled_bytes("Q8_0", 96, 32), np.uint8)

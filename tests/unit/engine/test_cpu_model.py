@@ -94,10 +94,10 @@ def test_architectures_match_the_reference_and_any_cut_gives_the_same_bits(
     second = load(tmp_path / "m.gguf", kernels, Part(cut, spec.layers, False, True), threads=2)
     at = 0
     for size in (20, 1, 54):
-        rows = second.run_blocks(first.run_blocks(first.embed(IDS[at : at + size]), at), at)
+        rows = second.run_blocks(first.run_blocks(IDS[at : at + size], at), at)
         at += size
     assert np.array_equal(second.run_head(rows[-1]), logits)
-    last = first.run_blocks(first.embed(IDS[21:75]), 21)
+    last = first.run_blocks(IDS[21:75], 21)
     assert np.array_equal(second.run_to_logits(last, 21), logits)
     with pytest.raises(EngineError, match="no head"):
         first.run_head(rows[-1])

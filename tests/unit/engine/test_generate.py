@@ -210,7 +210,7 @@ def test_the_real_model_computes_what_float32_computes(
 def test_a_prompt_that_begins_like_the_last_one_reuses_its_cache(smollm: Engine) -> None:
     """The bits are the same as without it: only the cut into chunks differs."""
     ids = smollm.prompt_ids("Name three primary colors.")
-    smollm.model.run_blocks(smollm.model.embed([1]), 0)  # rows that are no tokens: nothing is known of the cache
+    smollm.model.run_blocks([1], 0)  # rows that are no tokens: nothing is known of the cache
     assert smollm.reusable(ids) == 0
     first = last(list(smollm.generate(ids, max_tokens=10).events()))
     assert smollm.reusable(ids) >= len(ids)
@@ -220,5 +220,5 @@ def test_a_prompt_that_begins_like_the_last_one_reuses_its_cache(smollm: Engine)
     again = last(list(smollm.generate(ids, max_tokens=10, tick=lambda: steps.append(1)).events()))
     assert again.final_text == first.final_text and len(steps) == 10
     with_cache = last(list(smollm.generate(longer, max_tokens=10).events())).final_text
-    smollm.model.run_blocks(smollm.model.embed([1]), 0)
+    smollm.model.run_blocks([1], 0)
     assert last(list(smollm.generate(longer, max_tokens=10).events())).final_text == with_cache

@@ -33,7 +33,7 @@ def run(model: PortablePart, ids: list[int], sizes: list[int]) -> np.ndarray:
     """Logits of the last token when `ids` come in pieces of these sizes."""
     at = 0
     for size in sizes:
-        rows = model.run_blocks(model.embed(ids[at : at + size]), at)
+        rows = model.run_blocks(ids[at : at + size], at)
         at += size
     assert at == len(ids)
     return model.run_head(rows[-1])
@@ -72,10 +72,10 @@ def test_two_stages_give_the_same_bits_as_one(tmp_path: Path) -> None:
     at = 0
     for size in (32, 8, 1, 1):
         ids = IDS[at : at + size]
-        expected = one.run_head(one.run_blocks(one.embed(ids), at)[-1])
-        rows = second.run_blocks(first.run_blocks(first.embed(ids), at), at)
+        expected = one.run_head(one.run_blocks(ids, at)[-1])
+        rows = second.run_blocks(first.run_blocks(ids, at), at)
         assert np.array_equal(second.run_head(rows[-1]), expected)
-        assert np.array_equal(second.run_to_logits(first.run_blocks(first.embed(ids), at), at), expected)
+        assert np.array_equal(second.run_to_logits(first.run_blocks(ids, at), at), expected)
         at += size
     with pytest.raises(EngineError, match="no head"):
         first.run_head(rows[-1])
@@ -95,7 +95,7 @@ def test_the_last_positions_of_the_context_work(tmp_path: Path) -> None:
     model = load(tmp_path / "m.gguf", context=45)
     assert distance(run(model, IDS, [32, 12, 1]), reference_logits(spec, weights, IDS)[-1]) < NOISE
     with pytest.raises(EngineError, match="context of 45"):
-        model.run_blocks(model.embed(IDS[:2]), 44)
+        model.run_blocks(IDS[:2], 44)
 
 
 @pytest.mark.spec("S1 10.8")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.edge_records import Record, decode_tokens, encode_tokens
 from worker.engine.errors import EngineError
+from worker.engine.parts import Inputs
 from worker.engine.sampler import Sampling
 from worker.engine.stage_steps import ROWS_PER_RECORD_MAX, StageShape, StageSteps, StepError
 
@@ -29,10 +30,11 @@ class ToyModel:
         self.memory = {layer: np.zeros((CONTEXT, WIDTH), np.float32) for layer in self.layers}
         self.calls: list[tuple[int, int]] = []
 
-    def embed(self, ids: list[int]) -> F32:
+    def _embed(self, ids: list[int]) -> F32:
         return np.asarray([[(token * 7 + k * 3) % 11 for k in range(WIDTH)] for token in ids], np.float32)
 
-    def run_blocks(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
+    def run_blocks(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        rows = self._embed(inputs) if isinstance(inputs, list) else inputs
         self.calls.append((start, len(rows)))
         for layer in self.layers:
             self.memory[layer][start : start + len(rows)] = rows
@@ -43,8 +45,8 @@ class ToyModel:
             rows = np.asarray(mixed, np.float32)
         return rows
 
-    def run_to_logits(self, rows: F32, start: int, tick: Callable[[], None] | None = None) -> F32:
-        row = self.run_blocks(rows, start, tick)[-1]
+    def run_to_logits(self, inputs: Inputs, start: int, tick: Callable[[], None] | None = None) -> F32:
+        row = self.run_blocks(inputs, start, tick)[-1]
         weights = np.asarray([[(v * 5 + k * k) % 17 for k in range(WIDTH)] for v in range(VOCAB)], np.float32)
         return weights @ row
 

@@ -26,15 +26,16 @@ typedef struct {
   Layer layer[];
 } Plan;
 
-enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_QUANTISE, OP_ROWS, OP_STOP };
+enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_QUANTISE, OP_ROWS, OP_STOP, OP_UNPACK };
 
 typedef struct {
   i32 op, threads, rows, head_rows;  // head_rows: how many of the last rows get logits
   i32 exit, skip_blocks;
   i64 ahead;                         // as in Act
-  i64 args[10];                      // of the small operations
+  i64 args[10];                      // of the small operations; of a step: where its rows come from
   void* shared[8];                   // the step's buffers, for the helpers
   i32 position[MAX_ROWS], slot[MAX_ROWS];
+  i64 token[MAX_ROWS];
   Signal step __attribute__((aligned(64)));
 } Control;
 

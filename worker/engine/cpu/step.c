@@ -7,10 +7,11 @@ void entry(void* c, void* x, void* weights, void* plan, void* cache, void* scrat
 }
 
 #include "model.h"
-#include "repack.h"
+#include "unpack.h"
 
 NI void small_operation(Control* c, float* x, const u8* weights);
 NI void run_step(Control* c, int tid, u32 number);
+NI void embed(const Control* c, float* x, const Plan* plan);
 NI void helper(Control* c, int tid);
 
 __attribute__((visibility("hidden"))) void perform(void* control, void* x, void* weights, void* plan, void* cache,
@@ -21,6 +22,7 @@ __attribute__((visibility("hidden"))) void perform(void* control, void* x, void*
   } else if (c->op == OP_STEP) {
     void* all[8] = {c, x, weights, plan, cache, scratch, rope, logits};
     for (int i = 0; i < 8; i++) c->shared[i] = all[i];
+    if (c->args[0]) embed(c, x, plan);
     signal_next(&c->step);
     run_step(c, 0, (u32)c->step.value);
   } else if (c->op == OP_SCRATCH) {
@@ -32,6 +34,14 @@ __attribute__((visibility("hidden"))) void perform(void* control, void* x, void*
   } else {
     small_operation(c, x, weights);
   }
+}
+
+// Rows of the embedding matrix as it lies in the file, for `token`. args: how many, kind, where it lies, scale.
+NI void embed(const Control* c, float* x, const Plan* plan) {
+  const float scale = *(const float*)&c->args[3];
+  unpack_rows((int)c->args[1], (const u8*)c->args[2], c->token, c->args[0], plan->width, x);
+  if (scale != 1.0f)
+    for (i64 i = 0; i < c->args[0] * plan->width; i++) x[i] *= scale;
 }
 
 NI void helper(Control* c, int tid) {
@@ -278,6 +288,8 @@ NI void small_operation(Control* c, float* x, const u8* weights) {
   i64* a = c->args;
   if (c->op == OP_REPACK) {  // kind, rows, columns, head_dim, rope_dim
     repack((int)a[0], (const u8*)x, (u8*)weights, a[1], a[2], a[3], a[4]);
+  } else if (c->op == OP_UNPACK) {  // kind, row numbers, how many, columns, out
+    unpack_rows((int)a[0], (const u8*)x, (const i64*)a[1], a[2], a[3], (float*)a[4]);
   } else if (c->op == OP_STREAM) {  // a[0] bytes at `weights` read once; the sum keeps the compiler honest
     // Four streams: one alone does not keep the memory busy.
     nu sum[4] = {{0}, {0}, {0}, {0}};
