@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.bus import KeyPair
-from common.bus_edges import EdgeSockets
 from common.codec import BadEnvelope, Message, encode_body
 from common.edge_records import HEADER_BYTES, Record, RecordDecoder
 from common.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
 from common.edges.frames import decode_stream_message
+from common.edges.network import EdgeNetwork
 from common.edges.traffic import EdgeTraffic
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
 
@@ -41,7 +41,7 @@ class EdgeEvents(Protocol):
 
 
 class EdgeTransport(Protocol):
-    """What an EdgePort needs of the network: EdgeSockets, or a simulated one."""
+    """What an EdgePort needs of the network: EdgeNetwork, or a simulated one."""
 
     @property
     def fd(self) -> int:
@@ -96,7 +96,7 @@ class EdgePort:
         keys: KeyPair,
         run: bytes,
         events: EdgeEvents,
-        transport: Transport = EdgeSockets,
+        transport: Transport = EdgeNetwork,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._clock_ns = clock_ns

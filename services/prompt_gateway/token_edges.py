@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.actors import Ctx
-from common.bus_edges import EdgeSocketError, EdgeSockets
+from common.bus_edges import EdgeSocketError
 from common.codec import Message
 from common.edge_records import Record, encode_record
 from common.edges.carrier import Carried, EdgeCarrierActor, carrier_address
+from common.edges.network import EdgeNetwork
 from common.edges.port import EdgePort, Transport
 from common.effects import Effect
 from common.host import Host
@@ -212,7 +213,7 @@ class TokenEdges:
 class TokenEdgeShell:
     """The effects above on an EdgePort in the gateway's loop."""
 
-    def __init__(self, host: Host, gateway: bytes, transport: Transport = EdgeSockets) -> None:
+    def __init__(self, host: Host, gateway: bytes, transport: Transport = EdgeNetwork) -> None:
         self._host, self._gateway, self._transport = host, gateway, transport
         self._port: EdgePort | None = None
         self._candidates: list[str] = []

@@ -1,0 +1,273 @@
+"""Edges between two processes of one machine: Unix sockets, read and written by the thread that computes.
+
+ZeroMQ hands each frame to a thread of its own on both sides; on the way of a decoded token these wake-ups cost more
+than everything else of a hop (0.2 of 0.25 ms). A frame is u32 length | u32 CRC-32 | bytes, little-endian; what does not
+fit its sum ends the connection, and the edge resumes on the next one. Nothing is encrypted: the socket lies in the
+run's directory, which is its user's alone, and who may produce is decided by the edge's token as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.limits import EDGE_CHUNK_BYTES, EDGE_UNSENT_BYTES_MAX
+
+LOCAL = "ipc://"
+"""What a candidate that is dialled here begins with."""
+_PREFIX = b"unix:"
+_FRAME = struct.Struct("<II")
+_FRAME_BYTES_MAX = EDGE_CHUNK_BYTES + 1024  # a data message around its chunk
+_READ_BYTES = 256 * 1024  # more than the kernel holds for a socket
+_BACKLOG = 16
+_Socket = socket.socket
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection. conn: of a producer that dialled us; edge_id: of an edge that we produce."""
+
+    sock: _Socket
+    conn: bytes = b""
+    edge_id: int = -1
+    unsent: bytearray = field(default_factory=bytearray)
+    """What the kernel has no room for."""
+    partial: bytes = b""
+    """The beginning of a frame."""
+
+
+class LocalEdges:
+    """What EdgeNetwork uses for candidates at ipc://, by one thread at a time. What is not read now wakes its user
+    again."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._listeners: dict[int, _Socket] = {}
+        self._paths: list[str] = []
+        self._peers: dict[int, _Peer] = {}
+        self._inbound: dict[bytes, _Peer] = {}
+        self._outbound: dict[int, _Peer] = {}
+        self._dialled: dict[int, str] = {}
+        self._links: list[tuple[int, bool]] = []
+        """What became of connections since the last `drain`."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._count = 0
+
+    @property
+    def fd(self) -> int:
+        """Readable when `drain` has something to do."""
+        return self._epoll.fileno()
+
+    def owns(self, conn: bytes) -> bool:
+        """Whether it is a connection of this transport."""
+        return conn.startswith(_PREFIX)
+
+    def bind(self, address: str) -> str:
+        """Take edges at an ipc:// address; what others dial. Raises OSError."""
+        path = address.removeprefix(LOCAL)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            # Of a process that was killed: nobody else uses a name in this run's directory.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self._listeners[listener.fileno()] = listener
+        self._paths.append(path)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        return address
+
+    # --- the edges that are produced here ---------------------------------------------------------------------
+    def dial(self, edge_id: int, endpoint: str) -> None:
+        """Connect the edge, in place of the connection before; each `send` tries again while nobody listens."""
+        self.hang_up(edge_id)
+        self._dialled[edge_id] = endpoint.removeprefix(LOCAL)
+        self._connect(edge_id)
+
+    def _connect(self, edge_id: int) -> _Peer | None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(self._dialled[edge_id])
+        except OSError:  # nobody is there yet, or any more; a name that can never be dialled stays unanswered as well
+            sock.close()
+            return None
+        peer = self._outbound[edge_id] = _Peer(sock, edge_id=edge_id)
+        self._watch(peer)
+        self._tell(edge_id, True)
+        return peer
+
+    def has(self, edge_id: int) -> bool:
+        """Whether the edge was dialled here."""
+        return edge_id in self._dialled
+
+    def hang_up(self, edge_id: int) -> None:
+        """Close the edge's connection, if it has one."""
+        self._dialled.pop(edge_id, None)
+        if (peer := self._outbound.get(edge_id)) is not None:
+            self._close(peer)
+
+    def send(self, edge_id: int, frame: bytes) -> bool:
+        """To the consumer. False: nothing is taken now."""
+        peer = self._outbound.get(edge_id) or self._connect(edge_id)
+        return peer is not None and self._write(peer, frame)
+
+    def reply(self, conn: bytes, frame: bytes) -> bool:
+        """To a producer's connection. False: it is gone or full."""
+        peer = self._inbound.get(conn)
+        return peer is not None and self._write(peer, frame)
+
+    # --- connections ------------------------------------------------------------------------------------------
+    def _tell(self, edge_id: int, up: bool) -> None:
+        self._links.append((edge_id, up))
+        os.eventfd_write(self._wake, 1)
+
+    def _watch(self, peer: _Peer) -> None:
+        self._peers[peer.sock.fileno()] = peer
+        self._epoll.register(peer.sock.fileno(), select.EPOLLIN)
+
+    def _write(self, peer: _Peer, frame: bytes) -> bool:
+        if len(peer.unsent) > EDGE_UNSENT_BYTES_MAX:
+            return False
+        data = _FRAME.pack(len(frame), zlib.crc32(frame)) + frame
+        if peer.unsent:
+            peer.unsent += data
+            return True
+        return self._push(peer, data)
+
+    def _push(self, peer: _Peer, data: bytes | bytearray) -> bool:
+        """Send what goes, keep the rest."""
+        try:
+            sent = peer.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._lost(peer)
+            return False
+        was_full = bool(peer.unsent)
+        peer.unsent = bytearray(memoryview(data)[sent:])
+        if bool(peer.unsent) != was_full:
+            self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if peer.unsent else 0))
+        return True
+
+    def _lost(self, peer: _Peer) -> None:
+        self._close(peer)
+        if peer.edge_id >= 0:
+            self._tell(peer.edge_id, False)
+
+    def _close(self, peer: _Peer) -> None:
+        self._epoll.unregister(peer.sock.fileno())
+        del self._peers[peer.sock.fileno()]
+        peer.sock.close()
+        if peer.edge_id >= 0:
+            self._outbound.pop(peer.edge_id, None)
+        else:
+            self._inbound.pop(peer.conn, None)
+
+    # --- what has arrived -------------------------------------------------------------------------------------
+    def drain(
+        self,
+        on_inbound: Callable[[bytes, bytes], None],
+        on_outbound: Callable[[int, bytes], None],
+        on_link: Callable[[int, bool], None],
+        enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Hand over everything that has arrived, or until `enough`."""
+        while ready := self._epoll.poll(0):
+            for fd, events in ready:
+                if fd in self._peers:
+                    self._turn(self._peers[fd], events, on_inbound, on_outbound)
+                elif fd in self._listeners:
+                    self._accept(self._listeners[fd])
+                elif fd == self._wake:
+                    os.eventfd_read(self._wake)
+                    links, self._links = self._links, []
+                    for link in links:
+                        on_link(*link)
+                if enough():
+                    return
+
+    def _turn(
+        self,
+        peer: _Peer,
+        events: int,
+        on_inbound: Callable[[bytes, bytes], None],
+        on_outbound: Callable[[int, bytes], None],
+    ) -> None:
+        if events & select.EPOLLOUT and not self._push(peer, peer.unsent):
+            return
+        if not events & ~select.EPOLLOUT:
+            return
+        for frame in self._frames(peer):
+            if peer.edge_id >= 0:
+                on_outbound(peer.edge_id, frame)
+            else:
+                on_inbound(peer.conn, frame)
+
+    def _frames(self, peer: _Peer) -> list[bytes]:
+        """The whole frames that are there; the connection is lost at its end, and behind a damaged one."""
+        try:
+            data = peer.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        whole = bool(data)
+        data, frames, at = peer.partial + data, [], 0
+        while whole and len(data) - at >= _FRAME.size:
+            size, checksum = _FRAME.unpack_from(data, at)
+            end = at + _FRAME.size + size
+            if size <= _FRAME_BYTES_MAX and end > len(data):
+                break
+            frame = data[at + _FRAME.size : end]
+            whole = size <= _FRAME_BYTES_MAX and zlib.crc32(frame) == checksum
+            if whole:
+                frames.append(frame)
+                at = end
+        peer.partial = data[at:]
+        if not whole:
+            self._lost(peer)
+        return frames
+
+    def _accept(self, listener: _Socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # who dialled is gone again, or this process has no descriptor left: then it dials once more
+            return
+        sock.setblocking(False)
+        self._count += 1
+        peer = _Peer(sock, conn=_PREFIX + str(self._count).encode())
+        self._inbound[peer.conn] = peer
+        self._watch(peer)
+
+    def close(self) -> None:
+        """Close all and remove the names; idempotent."""
+        for peer in list(self._peers.values()):
+            if peer.unsent:
+                self._push(peer, peer.unsent)
+            if peer.sock.fileno() in self._peers:
+                self._close(peer)
+        self._dialled.clear()
+        for fd, listener in self._listeners.items():
+            self._epoll.unregister(fd)
+            listener.close()
+        self._listeners.clear()
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._paths.clear()
+
+    def term(self) -> None:
+        """After close: the end of the process."""
+        self._epoll.close()
+        os.close(self._wake)
