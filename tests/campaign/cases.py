@@ -26,8 +26,18 @@ POINTS: dict[str, tuple[str, ...]] = {
         *("ledger-stopped:after", "close:before"),
     ),
     "vastai": (
-        *(*START, "vast-search:before", "vast-create:before", "vast-create:after", "deploy:before", "deploy:after"),
-        *(*HANDLE, *SERVE, "stop_node:before", "vast-destroy:before", "vast-destroy:after", "ledger-stopped:before"),
+        *(*START, "vast-search:before", "ledger-attempt:before", "ledger-attempt:after", "vast-create:before"),
+        *(
+            "vast-create:after",
+            "deploy:before",
+            "deploy:after",
+            *HANDLE,
+            *SERVE,
+            "stop_node:before",
+            "vast-destroy:before",
+            "vast-destroy:after",
+            "ledger-stopped:before",
+        ),
         *("ledger-stopped:after", "close:before"),
     ),
     "swarm": (

@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.limits import LEASE_TTL_MS
+from services.provisioner.docker_spec import LABEL
 from tests.docker.engine import ROOT, TestEngine
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Stack, assert_right
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, LONG, Asker, Stack, assert_right, wait_for
+from tests.e2e.test_worker_restart import TOKENS, ended, facts
 from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
@@ -208,6 +210,41 @@ def test_a_pipeline_of_two_containers_over_the_relay_says_what_one_worker_says(s
     assert len(engine.containers()) == 2
     assert run.stop() == 0, run.error()
     assert engine.containers() == []
+
+
+def answer(addr: str, midway: Callable[[], None] | None = None) -> tuple[Any, ...]:
+    """What a long answer is in the end; midway: done while it is on its way."""
+    asker = Asker(addr, LONG, max_tokens=TOKENS)
+    if midway is not None:
+        wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= 12, 120)
+        midway()
+    done = ended(asker)
+    assert done["type"] == "done" and done["tokens_generated"] == TOKENS, done
+    return facts(done)
+
+
+@pytest.mark.spec("S1 4.6", "S1 9.15", "S1 9.16")
+def test_a_container_killed_in_the_middle_of_an_answer_is_replaced_and_the_answer_goes_on(
+    start: Any, engine: TestEngine
+) -> None:
+    run = start(
+        runtime='on_worker_loss = "restart"', more='[pipeline]\nedges = "relay"\n', args=("--pipeline-stages", "2")
+    )
+    addr = run.ready()
+    undisturbed = answer(addr)
+    for node in ("3", "2"):
+        before = {found["Id"] for found in engine.containers()}
+        (wanted,) = [found for found in engine.containers() if found["Labels"][f"{LABEL}.node"] == node]
+        assert answer(addr, lambda wanted=wanted: engine.client().kill(wanted["Id"])) == undisturbed  # type: ignore[misc]
+        after = engine.containers()
+        assert len(after) == 2 and len(before - {found["Id"] for found in after}) == 1, "one was replaced, none is left"
+        assert {found["State"] for found in after} == {"running"}
+    said = [record["detail"] for record in run.records() if record["phase"] == "worker_restart"]
+    causes = [detail["cause"] for detail in said if "cause" in detail]
+    assert any("killed by signal 9" in cause and "node 3" in cause for cause in causes), said
+    assert run.stop() == 0, run.error()
+    assert engine.containers() == []
+    assert not list((run.archive.parent.parent / "state" / "swactor-mq" / "ledger").glob("*.jsonl"))
 
 
 @pytest.mark.spec("S1 9.16", "S1 10.13")

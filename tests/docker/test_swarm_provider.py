@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,7 +89,9 @@ def test_a_polite_worker_is_heard_stopped_and_removed(stage: Stage) -> None:
     assert any(isinstance(item, ProviderLine) and "runs on swarm node" in item.line for item in watched.seen)
     assert stage.swarm.workers() == ["node2 running"]
     provider.stop_node(handle, False)
-    assert isinstance(watched.ended(), Exited)
+    assert isinstance(watched.ended(), Exited) and StdoutLine("bye") in watched.seen
+    readers = [thread.name for thread in threading.enumerate() if thread.name.startswith(("stdout-", "stderr-"))]
+    assert readers == [], "a log of a task that has ended is still read"
     gone(stage.swarm)
     provider.stop_node(handle, False)
 

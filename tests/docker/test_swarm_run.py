@@ -15,7 +15,7 @@ import pytest
 
 from common.door import free_ports
 from tests.docker.swarm_engines import GATEWAY, TestSwarm
-from tests.docker.test_docker_run import Run
+from tests.docker.test_docker_run import Run, answer
 from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, assert_right
 from tools.prompt_client import PromptClient, PromptClientError
 
@@ -121,6 +121,23 @@ def test_a_run_goes_on_elsewhere_and_the_node_that_comes_back_is_no_part_of_it(s
     assert _answers(addr) == first
     assert run.stop() == 0, run.error()
     assert swarm.workers() == [] and swarm.left() == ([], [])
+
+
+@pytest.mark.spec("S1 4.6", "S1 9.15", "S1 9.16")
+def test_a_task_killed_in_the_middle_of_an_answer_is_replaced_and_the_answer_goes_on(
+    start: Any, swarm: TestSwarm
+) -> None:
+    run = start(args=TWO_STAGES, runtime='on_worker_loss = "restart"')
+    addr = run.ready()
+    undisturbed = answer(addr)
+    (wanted,) = swarm.second.containers()
+    assert answer(addr, lambda: swarm.second.client().kill(wanted["Id"])) == undisturbed
+    assert [item.split()[1] for item in swarm.workers()].count("running") == 2
+    assert len(swarm.left()[0]) == len(swarm.left()[1]) == 2, "the dead one's service and secret are left"
+    assert run.stop() == 0, run.error()
+    assert swarm.left() == ([], [])
+    swarm.wait_gone()
+    assert not list((run.archive.parent.parent / "state" / "swactor-mq" / "ledger").glob("*.jsonl"))
 
 
 def _answers(addr: str) -> str:
