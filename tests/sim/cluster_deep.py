@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.addresses import Role
-from common.limits import MAILBOX_MESSAGES_MAX, PROMPT_QUEUE_LEN_MAX
+from common.limits import (
+    MAILBOX_MESSAGES_MAX,
+    PROMPT_QUEUE_LEN_MAX,
+    SESSION_WINDOW_BYTES,
+    SESSION_WINDOW_MESSAGES,
+)
 from common.swim.core import SwimCore
 from common.swim.table import DEAD, RANK, precedence
 from services.membership.core import MembershipActor
@@ -103,6 +108,13 @@ class DeepWatch:
         for slot in host.node.system._slots.values():
             if slot.queued > MAILBOX_MESSAGES_MAX:
                 raise Violation(f"{host.name}: a mailbox holds {slot.queued} messages")
+        for session in host.node._sessions._stirred.values():
+            count, size = len(session._unacked), session._unacked_bytes
+            # One message goes whatever its size.
+            if count > SESSION_WINDOW_MESSAGES or (count > 1 and size > SESSION_WINDOW_BYTES):
+                raise Violation(f"{host.name}: {count} messages of {size} bytes are on their way in one session")
+            if session._queued:
+                self.cluster.watch.facts["window full"] += 1
         if host.role is Role.GATEWAY:
             gateway = self.cluster.actors[Role.GATEWAY]
             assert isinstance(gateway, GatewayActor)

@@ -39,6 +39,7 @@ from worker.agent.records import BOOTSTRAP, CHANNELS, node_event
 from worker.engine.stage_port import EdgeObject
 
 _PROMPT = re.compile(rf"{PROMPT_MARK} (\w+) tokens=(\d+) size=(\d+)")
+LONG_ANSWER = 1000
 SYLLABLES = ("ä", "b", "汉", "d ")
 
 
@@ -239,7 +240,8 @@ class SimEngine:
 
     def _infer(self, ask: wire.EngineInfer) -> None:
         texts = answer(ask.prompt)[: ask.max_tokens or None]
-        step_ms = self.rng.choice((2, 10, 40, 150))
+        # A very long answer comes fast enough to fill a window while a link stalls.
+        step_ms = self.rng.choice((2, 10, 40, 150)) if len(texts) <= LONG_ANSWER else 1
         fails_at = self.rng.randrange(len(texts)) if self.fault_next else -1
 
         def end(message: Message) -> None:

@@ -87,6 +87,8 @@ class Plan:
     """1: direct mode, one worker; else a pipeline of so many workers."""
     edges: str = "auto"
     feedback: str = "gateway"
+    rented: bool = False
+    """The workers do not notice the provisioner's end."""
     restart: bool = False
     """[runtime] on_worker_loss = "restart"."""
     safety_ms: int = 0
@@ -116,6 +118,7 @@ def draw(seed: int) -> Plan:
     # Its own generator: known seeds stay what they are in all else.
     more = random.Random(seed * 7919 + 3)
     plan.feedback = more.choice(["gateway", "direct"]) if is_staged else "gateway"
+    plan.rented = more.random() < 0.25
     for script in plan.clients:
         script.max_tokens = more.choice([0, 0, max(1, script.tokens // 2)])
     survived = (*SURVIVED, *SURVIVED_STAGES, *SURVIVED_STAGES) if is_staged else SURVIVED

@@ -31,6 +31,7 @@ def describe(plan: Plan) -> str:
     """What a person needs to see of a plan."""
     how = f"{'light' if plan.light else 'heavy'}, {'embedded' if plan.embedded else 'hosted'}"
     how += ", relay" if plan.relay else ""
+    how += ", rented" if plan.rented else ""
     how += f", {plan.stages} stages with edges {plan.edges}, feedback {plan.feedback}" if plan.stages > 1 else ""
     lines = [f"  {how}, delays {plan.delay_ms} ms, high-water mark {plan.hwm}, second run {plan.second_run}"]
     lines += [f"  client {script}" for script in plan.clients]

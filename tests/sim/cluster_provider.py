@@ -13,7 +13,7 @@ from common.effects import JobDone, RunJob
 from common.limits import PROCESS_STOP_GRACE_MS
 from common.redact import Redactor
 from services.provisioner.plugin import Exited, PluginNodeHandle, PluginObservation, StderrLine, StdoutLine
-from services.provisioner.state import Minted, NodeObserved, Prepared
+from services.provisioner.state import Minted, NodeObserved, Prepared, Rechecked
 from tests.sim.bus_world import key_of
 from tests.sim.cluster_engine import SimWorker
 from tests.sim.cluster_world import SECRET, SimHost
@@ -53,6 +53,8 @@ class SimProvider:
     """One per machine: it outlives provisioner processes, as workers do."""
 
     start_worker: StartWorker
+    is_rented: bool = False
+    """The workers' machines are somebody else's: no standard input ends with the provisioner."""
     tickets: dict[str, Ticket] = field(default_factory=dict)
     faults: ProviderFaults = field(default_factory=ProviderFaults)
     host: SimHost | None = None
@@ -74,7 +76,7 @@ class SimProvider:
         return [worker for worker in self.workers() if worker.host.alive]
 
     def _provisioner_gone(self, _: SimHost) -> None:
-        for worker in self.living():
+        for worker in () if self.is_rented else self.living():
             worker.stop("standard input is closed")
 
     def clean_up(self) -> None:
@@ -181,6 +183,13 @@ class SimProvider:
         if not ticket.running:
             self._kill(ticket)
         host.later(1, lambda: settle(None, ""))
+
+    def _recheck(self, host: SimHost, args: dict[str, Any], settle: Callable[[Any, str], None]) -> None:
+        """Whom an earlier stop or an abandoned start left behind is ended now."""
+        for ticket in self.tickets.values():
+            if ticket.stop_failed or ticket.abandoned:
+                self._kill(ticket)
+        host.later(1, lambda: settle(Rechecked(), ""))
 
     # --- processes ------------------------------------------------------------------------------------------------
     @staticmethod

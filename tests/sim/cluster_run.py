@@ -25,6 +25,7 @@ from common.config_slices import (
 from common.effects import Exit, RunJob
 from common.limits import (
     BROKER_SILENT_MS,
+    LEASE_TTL_MS,
     OWNER_GONE_EXIT_MS,
     SERVICE_RESTART_WINDOW_MS,
     SERVICE_RESTARTS_MAX,
@@ -51,6 +52,7 @@ from tests.sim.edge_net import EdgeNet
 
 LIVENESS_MS = 420_000  # above the sum of all silence limits that one fault can cause one after the other
 CONVERGED_MS = BROKER_SILENT_MS + 35_000  # beyond a push-pull of SWIM and every silence of a link
+DEATH_SEEN_MS = 30_000  # three times SWIM's slowest with the LAN profile, and links that have to come back first
 STOP_MS_MAX = 75_000  # CloseRpc, StopRun, StopNodes (40 s), Flush, and the drain
 RUN_ID, NODE_ID = 1, 1
 
@@ -85,7 +87,7 @@ class Cluster:
         self.gateway_edges: GatewayEdges | None = None
         self.plan_error = ""
         """What the next planning fails with."""
-        self.provider = SimProvider(self._start_worker)
+        self.provider = SimProvider(self._start_worker, plan.rented)
         self.clients: list[Client] = []
         self.launcher_gone = False
         self.closed = self.healed = False
@@ -337,9 +339,16 @@ def _play(cluster: Cluster) -> Outcome:
     if not is_over():
         _stop(cluster, is_over)
     cluster.watch.runs_ended()
+    if plan.seed % 8 == 1:
+        world.run(DEATH_SEEN_MS)
+        cluster.watch.departed()
     cluster.close()
     world.run(3000)
     cluster.watch.finish()
+    if left := cluster.provider.living():
+        cluster.watch.facts["left to its lease"] += len(left)
+        world.run(LEASE_TTL_MS + STOP_MS_MAX)
+        cluster.watch.leases()
     ended = [(over.status, over.error) for over in cluster.results]
     return Outcome(
         plan.seed, served, ended, world.digest(), world.now, world.turns, world.verdicts, cluster.watch.facts

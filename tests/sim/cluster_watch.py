@@ -39,6 +39,7 @@ class Watch:
         self._overs = 0
         self._was_alive: set[bytes] = set()
         self._was_ready: set[bytes] = set()
+        self._said_dead: set[bytes] = set()
         self._accepted: dict[tuple[int, int], bool] = {}
         """(connection, client's request id) of prompts that the gateway took; whether it still owes."""
         self.had_other_gateway = False
@@ -95,6 +96,10 @@ class Watch:
                 raise Violation(f"readiness {worker.readiness_id} was never reported by the worker")
             if worker.node_actor and worker.node_actor != real.agent:
                 raise Violation("the node actor is not the worker's")
+            is_dead = worker.dead_since_ms is not None and run.phase not in CLOSING
+            if is_dead and worker.node_key not in self._said_dead:
+                self._said_dead.add(worker.node_key)
+                self.facts["worker dead"] += 1
             if worker.acked and not real.actor.readiness.acknowledged:
                 raise Violation("acknowledged, but the worker never was")
             if worker.alive and worker.node_key not in self._was_alive:
@@ -132,6 +137,17 @@ class Watch:
         edges = self.cluster.gateway_edges
         if self.cluster.plan.stages > 1 and (edges is None or not edges.were_open):
             raise Violation("the prompt RPC is open without both token endpoints")
+
+    def departed(self) -> None:
+        """Long after the run: who was killed is not alive to membership, whether or not anybody told it so."""
+        host, actor = self.cluster.hosts.get(Role.MEMBERSHIP), self.cluster.actors.get(Role.MEMBERSHIP)
+        if host is None or not host.alive or not isinstance(actor, MembershipActor) or actor.host is None:
+            return
+        alive = {update.member.node for update in actor.host.core.members() if update.state == "alive"}
+        for worker in self.cluster.provider.workers():
+            if not worker.host.alive and worker.host.node.identity.key in alive:
+                raise Violation(f"{worker.host.name} is dead, and membership has not noticed")
+        self.facts["departed"] += 1
 
     def converged(self) -> None:
         """Long after the faults everybody knows the same routes, and who lives is alive to everybody."""
@@ -188,13 +204,19 @@ class Watch:
             raise Violation(f"still there long after the launcher's death: {', '.join(left)}")
         self.facts["owner gone"] += 1
 
+    def leases(self) -> None:
+        """Whom nobody could stop has had no lease for longer than one lasts: it has stopped itself (S1 10.12)."""
+        if left := [worker.host.name for worker in self.cluster.provider.living()]:
+            raise Violation(f"lives on without a lease: {', '.join(left)}")
+
     def finish(self) -> None:
         """After the launcher's end nothing is left, and everybody has got what was owed."""
         cluster = self.cluster
         died = {fault.kind for fault in cluster.plan.faults if fault.kind in SERVICE_DEATHS}
         left = [worker.host.name for worker in cluster.provider.living()]
         reported = any("stop" in over.error for over in cluster.results)
-        if left and not reported:
+        is_alone = cluster.plan.rented and {"crash_provisioner", "crash_orchestrator"} <= died  # see `leases`
+        if left and not (reported or is_alone):
             raise Violation(f"workers are left and nobody says so: {', '.join(left)}")
         for client in cluster.clients:
             for asked in client.asked:

@@ -114,6 +114,29 @@ def test_text_on_its_way_is_neither_lost_nor_doubled_by_stalls() -> None:
         assert outcome.facts["done"] >= 2 and "fault" not in outcome.facts  # the long one, and the probes at the end
 
 
+@pytest.mark.spec("S1 6.11")
+@pytest.mark.parametrize(("tokens", "size"), [(4000, 1), (40, 20_000)])
+def test_what_a_stall_holds_up_waits_within_the_windows(tokens: int, size: int) -> None:
+    """Of messages and of bytes; the rest waits at its sender, and the client gets all of it."""
+    stall, long = FaultAt(6000, "prompt_stall", 0.9, 0.99), Script(6100, 1, tokens, size, "normal", 0)
+    for seed in range(2):
+        outcome = play(plan(stall, clients=[long], seed=seed, safety_ms=20_000))
+        assert outcome.facts["window full"] and outcome.facts["done"] == 2
+
+
+@pytest.mark.spec("S1 10.12")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_silent_worker_is_known_to_the_run_and_one_that_stays_silent_ends_it(stages: int) -> None:
+    """No process ended and no connection broke: only membership can say so."""
+    asks = Script(9000, 4, 5, 1, "normal", 0)
+    once = FaultAt(8000, "long_freeze", 0.999, 0.7)
+    outcome = play(plan(once, light=False, stages=stages, clients=[asks], safety_ms=30_000))
+    assert outcome.facts["worker dead"] == 1 and outcome.served and outcome.ended == [(0, "")]
+    again = [FaultAt(8000 + 15_000 * at, "long_freeze", 0.999, 0.99) for at in range(8)]
+    outcome = play(plan(*again, light=False, stages=stages, clients=[asks], safety_ms=140_000))
+    assert outcome.ended[0][0] == 1 and "dead in SWIM" in outcome.ended[0][1] and outcome.virtual_ms < 140_000
+
+
 @pytest.mark.spec("S1 9.15", "S1 10.6", "S1 10.13")
 @pytest.mark.parametrize("kind", [*DEADLY, *PROVIDER, *SERVICE_DEATHS])
 @pytest.mark.parametrize("at_ms", [2600, 6000])
@@ -179,6 +202,15 @@ def test_another_run_takes_the_prompt_rpc_over(stages: int) -> None:
     crash = FaultAt(6000 if stages == 1 else 8000, "crash_orchestrator", 0.3, 0.1)
     outcome = play(plan(crash, light=False, embedded=False, second_run=True, stages=stages))
     assert outcome.ended == [(0, "")] and outcome.facts["rpc_opened"] == 2
+
+
+@pytest.mark.spec("S1 10.12")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rented_worker_whose_orchestrator_and_provisioner_died_ends_itself(stages: int) -> None:
+    """Nobody is left to stop it or to pay for it: only its lease can end it."""
+    deaths = FaultAt(8000, "crash_provisioner", 0.3, 0.9), FaultAt(8100, "crash_orchestrator", 0.3, 0.9)
+    outcome = play(plan(*deaths, light=False, embedded=False, rented=True, stages=stages))
+    assert outcome.facts["left to its lease"] == stages
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
