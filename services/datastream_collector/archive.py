@@ -224,7 +224,6 @@ def _recovered(heads: list[_Head], *, whole: bool) -> Recovered:
         if head.position <= stream.position:
             # Positions start again: a later run of the same stream id in the same file.
             stream = streams[head.stream] = RecoveredStream()
-            producers.clear()
         stream.position = head.position
         stream.channels[head.channel] = head.channel_id
         if head.collected.producer_seq:

@@ -239,7 +239,7 @@ class CollectorActor(ServiceActor):
             self._accept(msg, sender, ctx)
             return
         self._new_run(ctx)
-        stream = self._own()
+        stream = self._own(ctx)
         if isinstance(msg, Gap):
             frames = stream.lost(msg.first, msg.last, sender, ctx.wall_ms)
             self.counters["gaps"] += len(frames)
@@ -259,7 +259,7 @@ class CollectorActor(ServiceActor):
         if accepted.refused:
             self._count(f"refused: {accepted.refused}", 1)
         self._say(accepted, ctx)
-        stream = self._own()
+        stream = self._own(ctx)
         gaps = [
             stream.gap(accepted.stream, sender[:8].hex(), first, last, "overrun", ctx.wall_ms)
             for first, last in accepted.gaps
@@ -277,10 +277,17 @@ class CollectorActor(ServiceActor):
             detail = {"stream": accepted.stream, "error": accepted.refused}
             self._record("worker_datastream", "failed", detail, ctx)
 
-    def _own(self) -> OwnStream:
-        if self._stream is None:
+    def _own(self, ctx: Ctx) -> OwnStream:
+        stream = self._stream
+        if stream is None:
             raise RuntimeError("frames before the stream was started")  # a bug here: _start comes first
-        return self._stream
+        if not stream.started and any(
+            route.role is Role.ORCHESTRATOR and stream.has_archived(route.address)
+            for route in ctx.views.routes.entries()
+        ):
+            # The first to speak may be somebody who had said nothing before the restart.
+            stream.resume()
+        return stream
 
     def _publish(self, frames: list[CollectedFrame], ctx: Ctx) -> None:
         for frame in frames:

@@ -131,15 +131,20 @@ class OwnStream:
             known = self._producers[name] = Producer()
             if len(self._producers) > PRODUCERS_MAX:
                 self._producers.popitem(last=False)
-        elif known.recovered and not self.started:
-            self._resume()
+        elif known.recovered:
+            self.resume()
         self._producers.move_to_end(name)
         return known
 
-    def _resume(self) -> None:
-        """A producer of the archived run is still there: this is that run, after a restart of the collector."""
+    def has_archived(self, sender: bytes) -> bool:
+        """Whether the archive names this producer."""
+        return short(sender) in self._recovered.producers
+
+    def resume(self) -> None:
+        """A producer of the archived run is still there: this is that run, after a restart of the collector. Nothing
+        happens once there is a frame."""
         old = self._recovered.streams.get(self.name)
-        if old is None:
+        if old is None or self.started:
             return
         self.next_position = old.position + 1
         self.channels.update(old.channels)

@@ -33,6 +33,10 @@ class SimDisk:
         self._lives = 0
         """How many collectors have written here."""
         self.gaps = self.repeats = 0
+        self.runs = 0
+        """How many orchestrators have been started."""
+        self._begun = 0
+        """How often positions began; a collector that is started again goes on where the one before it was."""
 
     def attach(self, host: SimHost) -> None:
         """A new collector process."""
@@ -69,7 +73,8 @@ class SimDisk:
             self._seen.add(key)
         if frame.stream.startswith(OWN_STREAMS):
             last = self._ends.get(frame.stream, -1)
-            if frame.position not in (last + 1, 0):
+            self._begun += frame.position == 0
+            if frame.position not in (last + 1, 0) or self._begun > self.runs:
                 raise Violation(f"stream {frame.stream} jumps from position {last} to {frame.position}")
             self._ends[frame.stream] = frame.position
             return
@@ -103,7 +108,6 @@ class SimDisk:
             stream = streams.setdefault(frame.stream, RecoveredStream())
             if frame.position <= stream.position:
                 stream = streams[frame.stream] = RecoveredStream()
-                producers.clear()
             stream.position = frame.position
             stream.channels[frame.channel] = frame.channel_id
             if frame.producer_seq:

@@ -127,6 +127,7 @@ class Cluster:
             case Role.ORCHESTRATOR:
                 assert isinstance(actor, RunActor)
                 host.node.run = actor.nonce
+                self.disk.runs += 1
                 host.perform(RunOver, lambda _, effect: self._over(host, effect))
                 host.perform(RunJob, lambda actor, job: self._plan_run(host, actor, job))
                 host.on_exit.append(self._orchestrator_gone)

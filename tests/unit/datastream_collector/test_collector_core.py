@@ -374,6 +374,16 @@ def test_a_restarted_collector_continues_where_its_archive_ends() -> None:
     assert bench.archived[-1].channel_id == 13
 
 
+@pytest.mark.spec("S1 8.2")
+def test_a_restarted_collector_continues_although_somebody_new_speaks_first() -> None:
+    """Positions began again in the middle of a run, and the next restart archived all that was before once more."""
+    bench = Bench(recovered=Recovered(recovered([]).streams, {short(ORCHESTRATOR): [(1, 40)]}))
+    bench.route(boot=7)
+    bench.tell(observe(1, b"first"), OTHER)
+    bench.tell(observe(41, b"then"), ORCHESTRATOR)
+    assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"first"), (43, b"then")]
+
+
 def test_what_a_restart_lost_for_good_is_said() -> None:
     bench = Bench(recovered=recovered([(1, 40)]))
     bench.tell(observe(50, b"50"), PRODUCER)
