@@ -1,0 +1,164 @@
+"""Edges over Unix sockets: frames in any pieces, a full socket, damage, and names that a killed process left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.limits import EDGE_CHUNK_BYTES
+from common.local_edges import LocalEdges
+
+FRAME = struct.Struct("<II")
+
+
+class Side:
+    """A LocalEdges with what it handed over."""
+
+    def __init__(self) -> None:
+        self.edges = LocalEdges()
+        self.inbound: list[tuple[bytes, bytes]] = []
+        self.outbound: list[tuple[int, bytes]] = []
+        self.links: list[tuple[int, bool]] = []
+
+    def drain(self, enough: Callable[[], bool] = lambda: False) -> None:
+        self.edges.drain(
+            lambda conn, frame: self.inbound.append((conn, frame)),
+            lambda edge, frame: self.outbound.append((edge, frame)),
+            lambda edge, up: self.links.append((edge, up)),
+            enough,
+        )
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Side, Side]]:
+    """A producer and a consumer."""
+    sides = Side(), Side()
+    yield sides
+    for side in sides:
+        side.edges.close()
+        side.edges.term()
+
+
+def framed(frame: bytes) -> bytes:
+    return FRAME.pack(len(frame), zlib.crc32(frame)) + frame
+
+
+def dialled(consumer: Side, path: Path) -> socket.socket:
+    """A producer whose bytes the test writes itself."""
+    raw = socket.socket(socket.AF_UNIX)
+    raw.connect(str(path))
+    consumer.drain()
+    return raw
+
+
+def test_frames_go_both_ways_and_links_are_told(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    address = f"ipc://{tmp_path}/e"
+    assert right.edges.bind(address) == address
+    assert stat.S_IMODE(os.stat(tmp_path / "e").st_mode) == 0o600
+    left.edges.dial(7, address)
+    assert left.edges.has(7) and left.edges.send(7, b"one") and left.edges.send(7, b"two")
+    right.drain()
+    right.drain()
+    assert [frame for _, frame in right.inbound] == [b"one", b"two"]
+    conn = right.inbound[0][0]
+    assert right.edges.owns(conn) and right.edges.reply(conn, b"three")
+    left.drain()
+    assert left.outbound == [(7, b"three")] and left.links == [(7, True)]
+
+
+def test_who_waits_for_one_record_gets_one_connection_at_a_time(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    for edge in (1, 2):
+        left.edges.dial(edge, f"ipc://{tmp_path}/e")
+        left.edges.send(edge, b"x")
+    while not right.inbound:
+        right.drain(lambda: bool(right.inbound))
+    assert len(right.inbound) == 1
+    right.drain()
+    assert len(right.inbound) == 2
+
+
+def test_a_full_socket_keeps_what_is_left_and_its_order(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(1, f"ipc://{tmp_path}/e")
+    frames = [bytes([number]) * EDGE_CHUNK_BYTES for number in range(40)]
+    assert all(left.edges.send(1, frame) for frame in frames)
+    for _ in range(200):
+        right.drain()
+        left.drain()
+    assert [frame for _, frame in right.inbound] == frames
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 1000])
+def test_a_frame_comes_whole_in_any_pieces(tmp_path: Path, ends: tuple[Side, Side], piece: int) -> None:
+    _, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    with dialled(right, tmp_path / "e") as raw:
+        data = framed(b"first") + framed(b"") + framed(b"second" * 20)
+        for at in range(0, len(data), piece):
+            raw.sendall(data[at : at + piece])
+            right.drain()
+    assert [frame for _, frame in right.inbound] == [b"first", b"", b"second" * 20]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(b"good") + FRAME.pack(4, zlib.crc32(b"good")) + b"goad",
+        framed(b"good") + FRAME.pack(1 << 31, 0),
+        framed(b"good") + FRAME.pack(EDGE_CHUNK_BYTES + 2000, 0) + b"x",
+    ],
+)
+def test_a_damaged_frame_ends_the_connection_after_the_good_ones(
+    tmp_path: Path, ends: tuple[Side, Side], data: bytes
+) -> None:
+    _, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    with dialled(right, tmp_path / "e") as raw:
+        raw.sendall(data)
+        right.drain()
+        assert [frame for _, frame in right.inbound] == [b"good"]
+        assert raw.recv(10) == b""
+        assert not right.edges.reply(right.inbound[0][0], b"late")
+
+
+def test_each_send_dials_until_somebody_listens_and_a_lost_link_is_told(
+    tmp_path: Path, ends: tuple[Side, Side]
+) -> None:
+    left, right = ends
+    address = f"ipc://{tmp_path}/e"
+    left.edges.dial(1, address)
+    assert not left.edges.send(1, b"nobody")
+    with socket.socket(socket.AF_UNIX) as killed:  # its name is left behind
+        killed.bind(str(tmp_path / "e"))
+    assert not left.edges.send(1, b"nobody")
+    right.edges.bind(address)
+    assert left.edges.send(1, b"hello")
+    right.drain()
+    right.drain()
+    right.edges.close()
+    left.drain()
+    assert left.links == [(1, True), (1, False)] and not (tmp_path / "e").exists()
+    assert not left.edges.send(1, b"nobody")
+    right.edges.bind(address)
+    assert left.edges.send(1, b"again")
+    left.edges.hang_up(1)
+    assert not left.edges.has(1)
+
+
+def test_an_address_that_cannot_be_bound_or_dialled(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, _ = ends
+    with pytest.raises(OSError, match="No such file"):
+        left.edges.bind("ipc:///nowhere/at/all/e")
+    left.edges.dial(1, f"ipc://{tmp_path}/{'long' * 40}")
+    assert not left.edges.send(1, b"nobody")
