@@ -16,6 +16,7 @@ _decoder = msgspec.msgpack.Decoder(EdgeHello | EdgeNotYet | EdgeWelcome | EdgeDa
 def decode_stream_message(frame: bytes) -> Message:
     """Raises BadEnvelope."""
     try:
-        return _decoder.decode(frame)
+        message: Message = _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadEnvelope(f"no edge message: {error}", None, len(frame)) from None
+    return message
