@@ -121,6 +121,7 @@ def draw(seed: int) -> Plan:
     plan.rented = more.random() < 0.25
     for script in plan.clients:
         script.max_tokens = more.choice([0, 0, max(1, script.tokens // 2)])
+    plan.restart = not light and more.random() < 0.25
     survived = (*SURVIVED, *SURVIVED_STAGES, *SURVIVED_STAGES) if is_staged else SURVIVED
     deadly = (*DEADLY, *DEADLY_STAGES) if is_staged else DEADLY
     if light:

@@ -32,6 +32,7 @@ def describe(plan: Plan) -> str:
     how = f"{'light' if plan.light else 'heavy'}, {'embedded' if plan.embedded else 'hosted'}"
     how += ", relay" if plan.relay else ""
     how += ", rented" if plan.rented else ""
+    how += ", lost workers are replaced" if plan.restart else ""
     how += f", {plan.stages} stages with edges {plan.edges}, feedback {plan.feedback}" if plan.stages > 1 else ""
     lines = [f"  {how}, delays {plan.delay_ms} ms, high-water mark {plan.hwm}, second run {plan.second_run}"]
     lines += [f"  client {script}" for script in plan.clients]

@@ -40,6 +40,8 @@ class Watch:
         self._was_alive: set[bytes] = set()
         self._was_ready: set[bytes] = set()
         self._said_dead: set[bytes] = set()
+        self._is_left_said = False
+        """A run has recorded that it could not stop its workers; its one error line may name what went wrong before."""
         self._accepted: dict[tuple[int, int], bool] = {}
         """(connection, client's request id) of prompts that the gateway took; whether it still owes."""
         self.had_other_gateway = False
@@ -187,6 +189,7 @@ class Watch:
         if over.status not in (0, 1):
             raise Violation(f"exit status {over.status}")
         left = [worker.host.name for worker in self.cluster.provider.living()]
+        self._is_left_said |= bool(self.cluster.run.result.stop_error)
         if left and not self.cluster.run.result.stop_error:
             raise Violation(f"the run is over, but {', '.join(left)} lives and nobody says so")
 
@@ -214,7 +217,7 @@ class Watch:
         cluster = self.cluster
         died = {fault.kind for fault in cluster.plan.faults if fault.kind in SERVICE_DEATHS}
         left = [worker.host.name for worker in cluster.provider.living()]
-        reported = any("stop" in over.error for over in cluster.results)
+        reported = self._is_left_said or any("stop" in over.error for over in cluster.results)
         is_alone = cluster.plan.rented and {"crash_provisioner", "crash_orchestrator"} <= died  # see `leases`
         if left and not (reported or is_alone):
             raise Violation(f"workers are left and nobody says so: {', '.join(left)}")
