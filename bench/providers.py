@@ -30,6 +30,20 @@ from tools.prompt_client import PromptClient
 
 ROUNDS = 3
 PROVIDERS = ("process", "docker")
+PIPELINES = {
+    "process": ("process", "auto"),
+    "process_relayed": ("process", "relay"),
+    "docker_relayed": ("docker", "relay"),
+    "docker": ("docker", "auto"),
+}
+"""Of two stages, by provider and [pipeline] edges. auto: on one machine workers reach each other directly."""
+SHARES = {
+    "docker_share_2_stages": ("docker_relayed", "process"),
+    "docker_share_2_stages_same_edges": ("docker_relayed", "process_relayed"),
+    "docker_share_2_stages_direct": ("docker", "process"),
+}
+"""Figures: one pipeline's tokens a second over another's. The first is what the relay and the containers cost together,
+the second what the containers do, the third what both do where containers reach each other."""
 PROMPTS = 5  # of each pipeline in a round
 JOINS, JOINS_AT_ONCE, RESTART_EVERY = 100, 10, 3
 READY_S = 180.0
@@ -75,10 +89,10 @@ def times(archive: Path) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
 class Stack:
     """A run of mvp-orchestrator whose prompts are served; its workers are processes or containers."""
 
-    def __init__(self, engine: TestEngine, folder: Path, provider: str, stages: int) -> None:
+    def __init__(self, engine: TestEngine, folder: Path, provider: str, stages: int, edges: str = "auto") -> None:
         folder.mkdir()
         archive, config = folder / "archive.jsonl", folder / "config.toml"
-        wanted = {"provider": provider, "stages": stages, "edges": "relay", "image": WORKER_IMAGE}
+        wanted = {"provider": provider, "stages": stages, "edges": edges, "image": WORKER_IMAGE}
         config.write_text(CONFIG.format(model=default_model_path(), archive=archive, **wanted))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "services.orchestrator", "--runtime-config", str(config)],
@@ -136,18 +150,18 @@ def spread(key: str, values: list[float], digits: int = 3) -> dict[str, object]:
 
 
 def one_round(engine: TestEngine, folder: Path, found: dict[str, list[float]]) -> None:
-    """Starts one after the other; then both pipelines live and answer in turn, so that what else runs hits both."""
+    """Starts one after the other; then all pipelines live and answer in turn, so that what else runs hits both."""
     for provider in PROVIDERS:
         stack = Stack(engine, folder / f"one-{provider}", provider, 1)
         stack.close()
         found.setdefault(f"{provider}_ready_s", []).append(stack.ready_s)
     stacks: dict[str, Stack] = {}
     try:
-        for provider in PROVIDERS:
-            stacks[provider] = Stack(engine, folder / f"two-{provider}", provider, 2)
+        for name, (provider, edges) in PIPELINES.items():
+            stacks[name] = Stack(engine, folder / name, provider, 2, edges)
         for turn in range(PROMPTS):
-            for provider in PROVIDERS if turn % 2 else reversed(PROVIDERS):
-                found.setdefault(f"{provider}_2_stages_tokens_per_s", []).append(stacks[provider].rate())
+            for name in PIPELINES if turn % 2 else reversed(PIPELINES):
+                found.setdefault(f"{name}_2_stages_tokens_per_s", []).append(stacks[name].rate())
     finally:
         for stack in stacks.values():
             stack.close()
@@ -176,11 +190,12 @@ def containers(rounds: int) -> dict[str, object]:
     finally:
         engine.close()
         shutil.rmtree(folder, ignore_errors=True)
-    pairs = zip(found["docker_2_stages_tokens_per_s"], found["process_2_stages_tokens_per_s"], strict=True)
-    shares = [docker / process for docker, process in pairs]
     pairs = zip(found["docker_ready_s"], found["process_ready_s"], strict=True)
     extras = [docker - process for docker, process in pairs]
-    figures = {**spread("docker_ready_extra_s", extras, 2), **spread("docker_share_2_stages", shares)}
+    figures = spread("docker_ready_extra_s", extras, 2)
+    for key, (upper, lower) in SHARES.items():
+        pairs = zip(found[f"{upper}_2_stages_tokens_per_s"], found[f"{lower}_2_stages_tokens_per_s"], strict=True)
+        figures |= spread(key, [one / other for one, other in pairs])
     for key, values in found.items():
         figures |= spread(key, values, 2)
     return {**figures, "containers_left": left}
