@@ -281,13 +281,16 @@ class CollectorActor(ServiceActor):
         stream = self._stream
         if stream is None:
             raise RuntimeError("frames before the stream was started")  # a bug here: _start comes first
-        if not stream.started and any(
-            route.role is Role.ORCHESTRATOR and stream.has_archived(route.address)
-            for route in ctx.views.routes.entries()
-        ):
+        if not stream.started and self._is_archived_run(ctx):
             # The first to speak may be somebody who had said nothing before the restart.
             stream.resume()
         return stream
+
+    def _is_archived_run(self, ctx: Ctx) -> bool:
+        """Whether the run that the archive ends with still is, or its last words come: until the next orchestrator."""
+        archived = [r.role for r in ctx.views.routes.entries() if self._stream and self._stream.has_archived(r.address)]
+        is_over = ctx.views.routes.named(Role.ORCHESTRATOR) is None
+        return bool(archived) if is_over else Role.ORCHESTRATOR in archived
 
     def _publish(self, frames: list[CollectedFrame], ctx: Ctx) -> None:
         for frame in frames:
@@ -303,9 +306,10 @@ class CollectorActor(ServiceActor):
         route = ctx.views.routes.named(Role.ORCHESTRATOR)
         if route is None or route.boot == self._run_boot:
             return
-        if self._run_boot and self._stream is not None:
+        stream = self._stream
+        if stream is not None and (self._run_boot or stream.resumed) and not self._is_archived_run(ctx):
             # One orchestrator process is one run (design.md 2).
-            self._stream.next_life()
+            stream.next_life()
             self._flows = Flows()
         self._run_boot = route.boot
 

@@ -50,6 +50,8 @@ class OwnStream:
         self.channels: dict[str, int] = {name: at for at, name in enumerate(CORE_CHANNELS, 1)}
         self.next_position = 0
         self.started = False
+        self.resumed = False
+        """It goes on where the archive ends."""
         self._recovered = recovered or Recovered()
         # What is below the lowest number that the archive's tail shows was archived before.
         self._producers: OrderedDict[str, Producer] = OrderedDict(
@@ -146,6 +148,7 @@ class OwnStream:
         old = self._recovered.streams.get(self.name)
         if old is None or self.started:
             return
+        self.resumed = True
         self.next_position = old.position + 1
         self.channels.update(old.channels)
         self._next_channel = max(self.channels.values()) + 1

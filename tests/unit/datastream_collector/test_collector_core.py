@@ -85,15 +85,9 @@ class Bench:
             elif not isinstance(effect, FramesCollected):
                 self.left.append(effect)
 
-    def route(self, boot: int) -> None:
-        entry = RouteEntry(
-            address=ORCHESTRATOR,
-            node=b"O" * 32,
-            boot=boot,
-            generation=1,
-            role=Role.ORCHESTRATOR,
-            name=Role.ORCHESTRATOR,
-        )
+    def route(self, boot: int, address: bytes = ORCHESTRATOR, role: Role = Role.ORCHESTRATOR) -> None:
+        """The only route from now on."""
+        entry = RouteEntry(address=address, node=b"O" * 32, boot=boot, generation=1, role=role, name=role)
         self.harness.views.routes.apply(Snapshot(view="routes", version=1, items=[entry]))
         self.tell(ViewChanged("routes"))
 
@@ -382,6 +376,16 @@ def test_a_restarted_collector_continues_although_somebody_new_speaks_first() ->
     bench.tell(observe(1, b"first"), OTHER)
     bench.tell(observe(41, b"then"), ORCHESTRATOR)
     assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"first"), (43, b"then")]
+
+
+def test_last_words_after_a_restart_belong_to_the_run_that_is_over_and_the_next_one_starts_afresh() -> None:
+    """The orchestrator is gone; a service that had said nothing yet speaks first, beside one that the archive knows."""
+    bench = Bench(recovered=recovered([(1, 40)]))
+    bench.route(boot=7, address=PRODUCER, role=Role.PROVISIONER)
+    bench.tell(observe(1, b"late"), OTHER)
+    bench.route(boot=8)
+    bench.tell(observe(2, b"next"), OTHER)
+    assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"late"), (0, b"next")]
 
 
 def test_what_a_restart_lost_for_good_is_said() -> None:
