@@ -151,8 +151,8 @@ class RestartingRun(PlannedRun):
         if self._spent(ctx):
             self._give_up(loss, error, ctx)
             return
-        if not loss.attempts:
-            self._hold(loss.error, ctx)
+        # Also after a failed attempt: the gateway may have its RestoreServing, and would take the next for the same.
+        self._hold(loss.error, ctx)
         self.no_limit(ctx)
         self.phase, self.waiting_for = Phase.RESTART, "the restart of a worker"
         ctx.timer(RESTART_TIMER, WORKER_RESTART_BACKOFF_MS[len(self._restarts_ms)])

@@ -233,6 +233,14 @@ def test_a_run_that_restarts_lost_workers_goes_on(stages: int, kind: str) -> Non
         assert outcome.ended == [(0, "")] and outcome.served
 
 
+def test_a_worker_that_is_lost_while_the_gateway_is_frozen_is_not_served_with() -> None:
+    """Both attempts' RestoreServing came at once: the gateway kept to the first one's worker, which was dead."""
+    deaths = FaultAt(9761, "engine_death", 0, 0.5), FaultAt(14_950, "engine_death", 0, 0.5)
+    frozen = FaultAt(10_211, "long_freeze", 0.5, 0.434)  # the gateway
+    outcome = play(plan(*deaths, frozen, light=False, embedded=False, restart=True, safety_ms=23_000))
+    assert outcome.served and outcome.ended == [(0, "")]
+
+
 @pytest.mark.spec("S1 6.11", "S1 9.10")
 def test_a_prompt_ends_although_its_worker_was_out_of_reach_for_a_while() -> None:
     """Too short for a death, too long for the bus: the worker dropped the request in silence, and the prompt and all
