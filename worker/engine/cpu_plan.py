@@ -17,7 +17,7 @@ from common.gguf_arch import LayerTraits, architecture
 from common.gguf_quants import dequantise
 from worker.engine.parts import Part
 
-LAYOUT = 2  # of the arena: changes when a cached arena can no longer be used
+LAYOUT = 3  # of the arena: changes when a cached arena can no longer be used
 ALIGN = 64
 TILE_ROWS = 16
 ROWS_MAX = 64  # rows of a step

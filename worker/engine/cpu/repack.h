@@ -117,7 +117,8 @@ AI void put_scales(const int kind, const u8* s, u8* at, int row) {
 // Block `block` of a row; `d` is its unit in the tile.
 AI void repack_block(const int kind, const u8* s, u8* d, i64 block, int row) {
   const int codes = code_bytes(kind), subs = unit_columns(kind) / 32;
-  u8* scales = d + (i64)codes * subs;
+  u8* scales = d;
+  d += scale_bytes(kind);
   if (subs == 2 && block % 2) d += codes, scales += 32;
   if (kind <= BF16) {
     for (int k = 0; k < 32; k++) {

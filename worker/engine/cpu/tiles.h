@@ -3,7 +3,8 @@
 // A unit is a whole number of cache lines: a vector that lies across two of them costs two reads.
 // Vector i of a tile (64 bytes) holds columns 4i..4i+3 of the 16 rows, row-major: what one dpbusd, maddubs or sdot
 // wants. Codes of up to 6 bits lie as nibbles (vector i in the low, i + 4 in the high half of 64 bytes), the bits
-// above in planes behind them. Repacking is lossless: scales keep their float16 or their super-block integers.
+// above in planes behind them. Scales lie first, because they are read first: with them last, decoding Q4_0 took 20 %
+// longer on Zen 4. Repacking is lossless: scales keep their float16 or their super-block integers.
 #ifndef SMQ_TILES_H
 #define SMQ_TILES_H
 #include "base.h"
@@ -215,7 +216,7 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
         }
         continue;
       }
-      const u8* scales = at + (i64)codes * subs;
+      const u8 *scales = at, *first = at + scale_bytes(kind);
       nf d = load_half(scales + part * VL * 2), low = bcast(0);
       if (kind == Q4_1 || kind == Q5_1) low = load_half(scales + 32 + part * VL * 2);
       if (kind == Q2_K || kind == Q4_K || kind == Q5_K) low = -load_half(scales + 32 + part * VL * 2);
@@ -225,9 +226,9 @@ AI void tile_rows(const int kind, const u8* w, const Act* x, i64 m, const int TM
           if (u * 2 + 1 == blocks) break;  // an odd number of blocks: the last unit is half empty
           d = load_half(scales + 32 + part * VL * 2);
         }
-        if (part == 0 && ahead && subs > 2) prefetch(at + sub * codes + ahead, codes);
+        if (part == 0 && ahead && subs > 2) prefetch(first + sub * codes + ahead, codes);
         nb v[8];
-        expand(kind, at + sub * codes, part, v);
+        expand(kind, first + sub * codes, part, v);
         const i64 block = m * blocks + u * subs + sub;
         const i8* q = x->q + block * 32;
         if (kind == Q6_K || kind == Q3_K || kind == Q2_K) {  // a scale for each 16 columns
