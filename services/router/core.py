@@ -114,7 +114,8 @@ class RouterActor(Actor):
                     self._incarnation(msg.node, msg.boot, ctx)
                 elif len(self._early) < EARLY_MAX:
                     self._early[msg.node] = msg
-            case NodeBound():
+            case NodeBound() if msg.key in self._broker.admitted or msg.key == self._relay_key:
+                # Else it was revoked between its Hello and this word of it.
                 self._incarnation(msg.key, msg.boot, ctx)
             case PeerDown() if msg.node in self._early:
                 del self._early[msg.node]

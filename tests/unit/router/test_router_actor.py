@@ -172,6 +172,8 @@ def test_an_admitted_key_may_join_and_a_revoked_one_is_out_with_its_routes() -> 
     ]
     assert not routers.broker.admits(AGENT)
     assert routers.tell(Revoke(key=AGENT), PROVISIONER) == [(PROVISIONER, Revoked(key=AGENT))], "idempotent"
+    # Its Hello was on its way to us when it was revoked: nothing is kept of it.
+    assert routers.event(NodeBound(AGENT, 9, Role.AGENT)) == []
 
 
 @pytest.mark.parametrize("role", [Role.ROUTER, Role.RELAY, Role.ORCHESTRATOR, Role.TAP])
