@@ -398,9 +398,10 @@ class PipelinePromptRuntime:
         self._active = None
 
     def is_work(self, message: Message) -> bool:
-        """What a prompt cannot do without."""
+        """What a prompt cannot do without. An end without tokens is awaited only where it ends the present answer."""
+        is_ending = self._active is not None and self._active.state is State.ENDING
         return isinstance(message, EncodePrompt | BeginSequence) or (
-            isinstance(message, DecodeTokens) and bool(message.tokens)
+            isinstance(message, DecodeTokens) and (bool(message.tokens) or is_ending)
         )
 
     def send_failed(self, work: PromptWork, reason: str, ctx: Ctx) -> None:
