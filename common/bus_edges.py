@@ -126,7 +126,8 @@ class EdgeSockets:
             while router is not None and _readable(router):
                 busy = True
                 conn, *frames = router.recv_multipart(zmq.DONTWAIT)
-                if len(frames) == 1:
+                # A name that the peer chose itself could be that of a peer on the bus or on a Unix socket.
+                if len(frames) == 1 and conn[:1] == b"\0":
                     on_inbound(conn, frames[0])
                 if enough():
                     return

@@ -9,6 +9,7 @@ run's directory, which is its user's alone, and who may produce is decided by th
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -26,6 +27,7 @@ _FRAME = struct.Struct("<II")
 _FRAME_BYTES_MAX = EDGE_CHUNK_BYTES + 1024  # a data message around its chunk
 _READ_BYTES = 256 * 1024  # more than the kernel holds for a socket
 _BACKLOG = 16
+_ROUNDS_MAX = 64  # of one `drain`: who never stops sending does not keep the user from its deadlines
 _Socket = socket.socket
 
 
@@ -49,7 +51,8 @@ class LocalEdges:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._listeners: dict[int, _Socket] = {}
-        self._paths: list[str] = []
+        self._names: dict[str, tuple[int, int]] = {}
+        """Paths that are bound, with device and inode: a successor may have taken the name."""
         self._peers: dict[int, _Peer] = {}
         self._inbound: dict[bytes, _Peer] = {}
         self._outbound: dict[int, _Peer] = {}
@@ -58,6 +61,8 @@ class LocalEdges:
         """What became of connections since the last `drain`."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._spare = os.dup(self._wake)
+        """Given up for a moment where no descriptor is left: who dials must be taken to be turned away."""
         self._count = 0
 
     @property
@@ -79,12 +84,13 @@ class LocalEdges:
                 os.unlink(path)
             listener.bind(path)
             os.chmod(path, 0o600)
+            found = os.stat(path)
             listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise
         self._listeners[listener.fileno()] = listener
-        self._paths.append(path)
+        self._names[path] = (found.st_dev, found.st_ino)
         self._epoll.register(listener.fileno(), select.EPOLLIN)
         return address
 
@@ -96,7 +102,10 @@ class LocalEdges:
         self._connect(edge_id)
 
     def _connect(self, edge_id: int) -> _Peer | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError:  # no descriptor is left
+            return None
         try:
             sock.connect(self._dialled[edge_id])
         except OSError:  # nobody is there yet, or any more; a name that can never be dialled stays unanswered as well
@@ -146,19 +155,19 @@ class LocalEdges:
         return self._push(peer, data)
 
     def _push(self, peer: _Peer, data: bytes | bytearray) -> bool:
-        """Send what goes, keep the rest."""
+        """Send what goes, keep the rest. False: the connection is broken; its end is read, behind what came last."""
+        is_up = True
         try:
             sent = peer.sock.send(data)
         except BlockingIOError:
             sent = 0
         except OSError:
-            self._lost(peer)
-            return False
+            sent, is_up = len(data), False
         was_full = bool(peer.unsent)
         peer.unsent = bytearray(memoryview(data)[sent:])
         if bool(peer.unsent) != was_full:
             self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if peer.unsent else 0))
-        return True
+        return is_up
 
     def _lost(self, peer: _Peer) -> None:
         self._close(peer)
@@ -182,8 +191,11 @@ class LocalEdges:
         on_link: Callable[[int, bool], None],
         enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Hand over everything that has arrived, or until `enough`."""
-        while ready := self._epoll.poll(0):
+        """Hand over what has arrived, or until `enough`; what is left wakes the user again."""
+        for _ in range(_ROUNDS_MAX):
+            ready = self._epoll.poll(0)
+            if not ready:
+                return
             for fd, events in ready:
                 if fd in self._peers:
                     self._turn(self._peers[fd], events, on_inbound, on_outbound)
@@ -204,8 +216,8 @@ class LocalEdges:
         on_inbound: Callable[[bytes, bytes], None],
         on_outbound: Callable[[int, bytes], None],
     ) -> None:
-        if events & select.EPOLLOUT and not self._push(peer, peer.unsent):
-            return
+        if events & select.EPOLLOUT:
+            self._push(peer, peer.unsent)
         if not events & ~select.EPOLLOUT:
             return
         for frame in self._frames(peer):
@@ -242,7 +254,9 @@ class LocalEdges:
     def _accept(self, listener: _Socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # who dialled is gone again, or this process has no descriptor left: then it dials once more
+        except OSError as error:  # else who dialled is gone again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away(listener)
             return
         sock.setblocking(False)
         self._count += 1
@@ -250,24 +264,39 @@ class LocalEdges:
         self._inbound[peer.conn] = peer
         self._watch(peer)
 
+    def _turn_away(self, listener: _Socket) -> None:
+        """It dials once more. Left waiting, it would wake us all the time."""
+        self._drop_spare()
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.dup(self._wake)
+
+    def _drop_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
     def close(self) -> None:
         """Close all and remove the names; idempotent."""
         for peer in list(self._peers.values()):
             if peer.unsent:
                 self._push(peer, peer.unsent)
-            if peer.sock.fileno() in self._peers:
-                self._close(peer)
+            self._close(peer)
         self._dialled.clear()
-        for fd, listener in self._listeners.items():
+        for path, inode in self._names.items():
+            with contextlib.suppress(OSError):
+                found = os.stat(path)
+                if (found.st_dev, found.st_ino) == inode:
+                    os.unlink(path)
+        self._names.clear()
+        for fd, listener in self._listeners.items():  # behind its name: until then nobody else has its inode
             self._epoll.unregister(fd)
             listener.close()
         self._listeners.clear()
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        self._paths.clear()
 
     def term(self) -> None:
         """After close: the end of the process."""
         self._epoll.close()
         os.close(self._wake)
+        self._drop_spare()

@@ -122,7 +122,7 @@ class CpuPart:
     def run_head(self, row: F32) -> F32:
         """Logits (vocabulary,) of one row (width,)."""
         self._need_head()
-        self._state[0] = row
+        self._enter(row[np.newaxis], [0], 0)
         self._run(1, 1, skip_blocks=True)
         return self._logits[: self.header.vocab_size].copy()
 

@@ -141,6 +141,8 @@ class StagePlan:
         self._add(name, None, 1, length, 4 * length, name.endswith(("attn_q.bias", "attn_k.bias")))
 
     def _lay_out(self) -> None:
+        if self.part.with_embedding:  # stays in the file; the kernels read rows of it without looking
+            self.file.checked_tensor("token_embd.weight", (self.header.vocab_size, self.header.embedding_length))
         for layer in range(self.part.layer_start, self.part.layer_end_exclusive):
             for name, length in self._vectors(layer).items():
                 self._vector(name, length)

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
+from zmq.utils import z85
 
 from common.bus import KeyPair, mint_keypair
 from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
 from common.edges.port import EdgePort
+from common.messages.edge import EdgeData, EdgeHello
 from common.messages.node_agent import ObjectSpec, RingSpec, StageInboundEdgeWire, StageOutboundEdgeWire
 from common.messages.orchestrator import EndpointWire
 from tests.support.socket_proxy import SocketProxy
@@ -205,6 +208,37 @@ def test_edges_over_the_bus_when_no_candidate_answers(tmp_path: Path) -> None:
     turn(left, right, until=lambda: len(right.records) == 4 and left.port.held(2) == 0)
     left.port.term()
     right.port.term()
+
+
+@pytest.mark.parametrize("name", [b"bus:", b"unix:1"])
+def test_a_stranger_cannot_take_the_name_of_a_connection_of_another_kind(name: bytes) -> None:
+    """Over ZeroMQ a peer may choose how it is called: the edge's data is taken from who said its token only."""
+    left, right = End(), End()
+    (address,) = right.port.bind(["tcp://127.0.0.1:*"])
+    right.port.accept(inbound())
+    hello = EdgeHello(token=TOKEN, edge_id=2, run=RUN)
+    if name == b"bus:":
+        name += left.keys.public
+        right.port.carried(left.keys.public, encode_body(hello), now_ms())
+        assert right.ready == [(2, "")]
+    try:
+        with zmq.Context(1) as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.IDENTITY, name)
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = z85.encode(right.keys.public)
+            stranger.linger = 0
+            stranger.connect(address)
+            stranger.send(encode_body(EdgeData(edge_id=2, offset=0, data=payload(0))))
+            stranger.send(encode_body(hello))
+            stop = time.monotonic() + 1
+            while time.monotonic() < stop:
+                select.select([right.port.fd], [], [], 0.1)
+                right.port.pump(now_ms())
+                assert not right.records and not stranger.poll(0)
+            assert len(right.ready) == name.startswith(b"bus:"), "its Hello opens nothing"
+    finally:
+        left.port.term()
+        right.port.term()
 
 
 def test_an_address_that_cannot_be_bound_is_one_sentence(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import select
 import socket
 import stat
 import struct
@@ -162,3 +164,77 @@ def test_an_address_that_cannot_be_bound_or_dialled(tmp_path: Path, ends: tuple[
         left.edges.bind("ipc:///nowhere/at/all/e")
     left.edges.dial(1, f"ipc://{tmp_path}/{'long' * 40}")
     assert not left.edges.send(1, b"nobody")
+
+
+def test_what_a_consumer_said_before_it_left_is_read_though_sending_fails(
+    tmp_path: Path, ends: tuple[Side, Side]
+) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(1, f"ipc://{tmp_path}/e")
+    left.edges.send(1, b"hello")
+    right.drain()
+    right.edges.reply(right.inbound[0][0], b"refused")
+    right.edges.close()
+    assert not left.edges.send(1, b"more")
+    left.drain()
+    assert left.outbound == [(1, b"refused")] and left.links == [(1, True), (1, False)]
+
+
+def test_a_predecessor_leaves_the_name_to_its_successor(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    old, new = ends
+    address = f"ipc://{tmp_path}/e"
+    old.edges.bind(address)
+    new.edges.bind(address)
+    old.edges.close()
+    third = Side()
+    third.edges.dial(1, address)
+    assert third.edges.send(1, b"to the successor")
+    new.drain()
+    assert [frame for _, frame in new.inbound] == [b"to the successor"]
+    third.edges.close()
+    third.edges.term()
+    new.edges.close()
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_peer_that_never_stops_sending_does_not_hold_up_its_reader(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    _, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    seen = 0
+    with dialled(right, tmp_path / "e") as raw:
+        raw.sendall(framed(b"x"))
+
+        def again(_conn: bytes, _frame: bytes) -> None:
+            nonlocal seen
+            seen += 1
+            assert seen < 10_000, "drain does not end"
+            raw.sendall(framed(b"x"))
+
+        right.edges.drain(again, lambda *_: None, lambda *_: None)
+        assert seen and select.select([right.edges.fd], [], [], 0)[0], "what is left wakes the reader"
+
+
+def test_without_descriptors_nobody_is_dialled_and_who_dials_is_turned_away(
+    tmp_path: Path, ends: tuple[Side, Side]
+) -> None:
+    left, right = ends
+    address = f"ipc://{tmp_path}/e"
+    right.edges.bind(address)
+    left.edges.dial(1, address)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)  # the lowest free number: above it nothing can be opened
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+    try:
+        left.edges.dial(2, address)
+        assert not left.edges.send(2, b"no descriptor")
+        right.drain()
+        assert not select.select([right.edges.fd], [], [], 0)[0], "nothing is left that wakes it again and again"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left.drain()
+    assert left.links == [(1, True), (1, False)]
+    assert left.edges.send(1, b"one") and left.edges.send(2, b"two")
+    right.drain()
+    assert sorted(frame for _, frame in right.inbound) == [b"one", b"two"]

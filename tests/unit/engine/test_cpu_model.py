@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from common.gguf import GgufFile
+from common.gguf import GgufError, GgufFile
 from tests.unit.engine.test_cpu_kernels import random_blocks
 from tests.unit.engine.tiny_model import TinySpec, log_softmax, reference_logits, write_model
 from worker.engine import cpu_cache
@@ -101,6 +102,26 @@ def test_architectures_match_the_reference_and_any_cut_gives_the_same_bits(
     assert np.array_equal(second.run_to_logits(last, 21), logits)
     with pytest.raises(EngineError, match="no head"):
         first.run_head(rows[-1])
+
+
+def test_the_head_of_given_rows_after_a_step_of_tokens(tmp_path: Path, kernels: Kernels) -> None:
+    write_model(tmp_path / "m.gguf", TinySpec(kind="Q8_0"))
+    model = load(tmp_path / "m.gguf", kernels)
+    expected = model.run_to_logits(IDS[:5], 0)
+    rows = model.run_blocks(IDS[:5], 0)
+    assert np.array_equal(model.run_head(rows[-1]), expected)
+    model.close()
+
+
+def test_a_stage_whose_embedding_is_smaller_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """The kernels read its rows from the file without looking."""
+    write_model(tmp_path / "m.gguf", TinySpec(kind="Q8_0"))
+    file = GgufFile.open(tmp_path / "m.gguf")
+    header = dataclasses.replace(file.header(), vocab_size=file.header().vocab_size + 1)
+    with pytest.raises(GgufError, match=r"tensor token_embd.weight has shape"):
+        StagePlan(file, header, Part(0, 1, True, False))
+    assert StagePlan(file, header, Part(1, 2, False, False)).reason is None
+    file.close()
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q4_0", "Q4_1", "Q5_0"])

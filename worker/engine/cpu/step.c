@@ -38,7 +38,8 @@ __attribute__((visibility("hidden"))) void perform(void* control, void* x, void*
 
 // Rows of the embedding matrix as it lies in the file, for `token`. args: how many, kind, where it lies, scale.
 NI void embed(const Control* c, float* x, const Plan* plan) {
-  const float scale = *(const float*)&c->args[3];
+  const union { i64 bits; float value; } word = {c->args[3]};
+  const float scale = word.value;
   unpack_rows((int)c->args[1], (const u8*)c->args[2], c->token, c->args[0], plan->width, x);
   if (scale != 1.0f)
     for (i64 i = 0; i < c->args[0] * plan->width; i++) x[i] *= scale;
