@@ -59,6 +59,13 @@ class Admission:
     operator: bytes = b""
 
 
+def static_admissions(role: Role, allow: Mapping[bytes, Role]) -> dict[bytes, Admission]:
+    """Whom a broker of this role lets in by its bus file; of a relay with one operator, all are that operator's."""
+    routers = [peer for peer, peer_role in allow.items() if peer_role is Role.ROUTER]
+    operator = routers[0] if len(routers) == 1 and role is not Role.ROUTER else b""
+    return {peer: Admission(peer_role, logical_id=peer_role, operator=operator) for peer, peer_role in allow.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class NodeBound:
     """Event for the broker's own actor: a node said Hello with this boot. operator: whose node it is."""

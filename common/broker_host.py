@@ -12,7 +12,7 @@ import msgspec
 
 from common.actors import Actor
 from common.addresses import Plane, Role
-from common.broker import Admission, Broker
+from common.broker import Broker, static_admissions
 from common.broker_node import BrokerNode
 from common.bus import DRAIN_FRAMES_MAX, BrokerSockets, Bus, Dealers
 from common.host import EFFECT_ROUNDS_MAX, BaseHost, new_boot
@@ -68,14 +68,7 @@ class BrokerHost(BaseHost):
             raise SecurityError(f"this is the bus file of {bus_file.role}, not of {role}")
         key = bus_file.keys.public
         identity = Identity(key, role, new_boot(), bus_file.logical_id)
-        # Whom the file of a relay with one operator lets in is that operator's.
-        routers = [peer for peer, peer_role in bus_file.allow.items() if peer_role is Role.ROUTER]
-        operator = routers[0] if len(routers) == 1 and role is not Role.ROUTER else b""
-        admitted = {
-            peer: Admission(peer_role, logical_id=peer_role, operator=operator)
-            for peer, peer_role in bus_file.allow.items()
-        }
-        self.broker = Broker(key, identity.boot, role, admitted)
+        self.broker = Broker(key, identity.boot, role, static_admissions(role, bus_file.allow))
         self._ports = _Ports()
         self.pure = BrokerNode(
             identity,

@@ -105,7 +105,7 @@ class RelayActor(Actor):
             refusal = f"to admit a key as {msg.role}"
         elif known is not None and (known.role is not Role.AGENT or known.operator != operator):
             refusal = "to admit a key that is not its to admit"
-        elif known is None and self._workers(operator) >= RELAY_NODES_MAX:
+        elif known is None and len(self._workers(operator)) >= RELAY_NODES_MAX:
             refusal = f"more than {RELAY_NODES_MAX} workers at once"
         if refusal:
             # No answer: what a stranger may not touch, he is told nothing about. Once is enough for the log.
@@ -118,8 +118,10 @@ class RelayActor(Actor):
         self._operator(operator).unconfirmed.discard(msg.key)
         self._answer(ctx.sender, Admitted(key=msg.key), ctx, changed=wanted != known)
 
-    def _workers(self, operator: bytes) -> int:
-        return sum(admission.operator == operator for admission in self._broker.admitted.values())
+    def _workers(self, operator: bytes) -> set[bytes]:
+        """Not the nodes that stand in the relay's own file: those nobody has to confirm."""
+        admitted = self._broker.admitted.items()
+        return {key for key, known in admitted if known.operator == operator and known.role is Role.AGENT}
 
     def _bound(self, msg: NodeBound, ctx: Ctx) -> None:
         operator = msg.operator
@@ -134,7 +136,7 @@ class RelayActor(Actor):
         for bound in self._broker.bound():
             if bound.role is not Role.ROUTER and bound.operator == operator:
                 ctx.send(operator, PeerUp(node=bound.key, boot=bound.boot, role=bound.role))
-        state.unconfirmed = {key for key, known in self._broker.admitted.items() if known.operator == operator}
+        state.unconfirmed = self._workers(operator)
         if state.unconfirmed:
             ctx.timer(_CONFIRM + operator.hex(), RELAY_UNCONFIRMED_MS)
 

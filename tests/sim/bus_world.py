@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from common.actors import Actor, Ctx
 from common.addresses import Plane, Role
-from common.broker import Admission, Broker
+from common.broker import Broker, static_admissions
 from common.broker_node import BrokerNode
 from common.effects import SendFailed, ViewChanged
 from common.messages.bus import Admit, Admitted, Revoke, Revoked
@@ -173,7 +173,7 @@ class Door(Process):
         """Connections over which something has come since the last turn."""
         self.uplink: Dialler | None = None
         key = key_of(role)
-        broker = Broker(key, boot, role, {k: Admission(r) for k, r in world.static[role].items()})
+        broker = Broker(key, boot, role, static_admissions(role, world.static[role]))
         uplink = role is Role.ROUTER and world.with_relay
         self.pure = BrokerNode(
             Identity(key, role, boot, role),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.addresses import NO_RUN, Plane, Role
-from common.broker import Admission, Broker, NodeBound, NodeGone
+from common.broker import Broker, NodeBound, NodeGone, static_admissions
 from common.datagram import datagram_frame
 from common.effects import Exit, JobDone, Log, OwnerGone, RunJob, SendFailed, StopSignal
 from common.limits import RELAY_NODES_MAX, RELAY_UNCONFIRMED_MS
@@ -16,13 +16,13 @@ from common.node import Identity
 from services.relay.core import OWED_MAX, SAVE_JOB, RelayActor
 from tests.support.harness import Harness
 
-ROUTER, RELAY, AGENT, HOSTILE = b"r" * 32, b"y" * 32, b"a" * 32, b"h" * 32
+ROUTER, RELAY, AGENT, HOSTILE, TAP = b"r" * 32, b"y" * 32, b"a" * 32, b"h" * 32, b"t" * 32
 
 
 class Relays:
     def __init__(self, *operators: bytes, persistent: bool = False) -> None:
-        static = dict.fromkeys(operators or (ROUTER,), Admission(Role.ROUTER)) | {RELAY: Admission(Role.RELAY)}
-        self.broker = Broker(RELAY, 5, Role.RELAY, static)
+        allow = dict.fromkeys(operators or (ROUTER,), Role.ROUTER) | {RELAY: Role.RELAY, TAP: Role.TAP}
+        self.broker = Broker(RELAY, 5, Role.RELAY, static_admissions(Role.RELAY, allow))
         self.rig = Harness(RelayActor(self.broker, persistent=persistent), node=RELAY)
 
     def tell(self, msg: Any, source: bytes = b"") -> list[tuple[bytes, Any]]:
@@ -136,6 +136,15 @@ def test_workers_that_a_restarted_router_does_not_speak_of_are_out_after_a_while
     assert relays.broker.admits(b"b" * 32)
     relays.rig.advance(1)
     assert relays.broker.admits(AGENT) and not relays.broker.admits(b"b" * 32)
+
+
+def test_what_stands_in_the_relays_own_file_needs_no_word_of_the_router() -> None:
+    """A run over a relay died a minute after its start: the relay had thrown out the router itself."""
+    relays = Relays()
+    relays.bind(ROUTER, 1)
+    relays.admit()
+    relays.rig.advance(2 * RELAY_UNCONFIRMED_MS)
+    assert all(relays.broker.admits(key) for key in (ROUTER, RELAY, TAP, AGENT))
 
 
 # --- the state file ----------------------------------------------------------------------------------------------
