@@ -144,3 +144,4 @@ ENGINE_HEARTBEAT_MS = 1000  # of a stage that waits for work; the agent's limit 
 DECODE_WINDOW_MESSAGES = 32  # decodes on their way (design.md 4); the tokenizer's host bounds them, too
 TOKENS_TOLD_MS = 100  # what the run is told of tokens: 10 Hz, as all coalesced progress (design.md 4)
 PLAN_LIMIT_MS = 30_000  # the index of a local file; only a hung network file system takes longer
+HUB_HEADER_MS = 300_000  # up to 10 MB of a GGUF's header over a slow line; what has come is kept for the next start

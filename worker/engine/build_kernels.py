@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 def _load(root: str) -> ModuleType:
-    """cpu_objects.py by itself: the project's dependencies are not there while it is built."""
+    """cpu_objects.py by itself: the project's dependencies are not there while it is built. What it imports of common/
+    has none either."""
     spec = importlib.util.spec_from_file_location("_cpu_objects", Path(root) / "worker" / "engine" / "cpu_objects.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, root)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(root)
     return module
 
 

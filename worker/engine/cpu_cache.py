@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.cache_files import cache_folder, write_whole
 from common.free_memory import free_memory
 from worker.engine.cpu_native import Kernels
-from worker.engine.cpu_objects import cache_folder, write_whole
 from worker.engine.cpu_plan import LAYOUT, Item, StagePlan
 from worker.engine.parts import Progress
 

@@ -2,8 +2,8 @@
 
 An object is looked for in the package (a wheel ships one per instruction set, see build_kernels.py), then in
 $XDG_CACHE_HOME/swactor-mq; else it is compiled with clang, gcc or the `ziglang` wheel, once, in about three seconds.
-Where none of that works the portable backend does the work. Only the standard library is used here: the build hook
-of the wheel runs this file by itself.
+Where none of that works the portable backend does the work. Only the standard library and common/cache_files.py are
+used here: the build hook of the wheel runs this file by itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from common.cache_files import cache_folder, write_whole
 
 SOURCES = Path(__file__).resolve().parent / "cpu"
 SHIPPED = SOURCES / "objects"
@@ -91,12 +93,6 @@ def chosen() -> list[str]:
     return [name for name in able if name == wanted]
 
 
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/swactor-mq; need not exist."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "swactor-mq"
-
-
 def source_stamp() -> str:
     """Changes with every source file and flag."""
     sets = [(arch, [(name, *flags) for name, _, *flags in rows]) for arch, rows in _SETS.items()]
@@ -151,20 +147,6 @@ def compile_object(name: str, target: Path, of: str | None = None) -> None:
             lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             problem = f"{program}: {next((line for line in lines if 'error:' in line), lines[-1])}"
     raise CompileError(f"the kernels for {name} cannot be compiled: {problem}")
-
-
-def write_whole(target: Path, data: bytes) -> None:
-    """Appears under its name only when it is complete, whoever else writes it at the same time."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def shipped_object(name: str, of: str | None = None) -> Path:

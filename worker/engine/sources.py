@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 from common.gguf import part_names
+from common.hub_file import RangesRefused, full_name, reason
 from common.messages.node_agent import GgufSource, HuggingFaceGguf, LocalPath
 from worker.engine.errors import EngineError
 from worker.engine.parts import Progress
-from worker.engine.ranged import PartOf, RangesRefused, fetch_part
+from worker.engine.ranged import PartOf, fetch_part
 
 
 def resolve_source(source: GgufSource, progress: Progress, part_of: PartOf | None = None) -> Path:
@@ -27,20 +27,14 @@ def resolve_source(source: GgufSource, progress: Progress, part_of: PartOf | Non
         if not path.is_file():
             raise EngineError(f"model file {path} does not exist on this worker")
         return path
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     names = part_names(source.file)
     try:
         if part_of is not None and len(names) == 1:
             with contextlib.suppress(RangesRefused):
                 return fetch_part(source, part_of, progress)
         paths = [_download(source, name, progress) for name in names]
-    except EngineError:
-        raise
     except Exception as error:  # the library's and its HTTP client's errors share no base class
-        token = os.environ.get("HF_TOKEN")
-        text = " ".join(str(error).split())[:400] or type(error).__name__
-        name = f"{source.repo}/{source.file}@{source.revision or 'main'}"
-        raise EngineError(f"cannot fetch {name}: {text.replace(token, '***') if token else text}") from error
+        raise EngineError(f"cannot fetch {full_name(source)}: {reason(error, source)}") from error
     return paths[names.index(source.file)]
 
 

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from common.cache_files import cache_folder
 from worker.engine.errors import EngineError
 
 LANES = 16  # rows of a weight tile: one AVX-512 register of float32, two of AVX2; tinygrad's upcast limit
@@ -65,11 +66,10 @@ def _cpu_identity() -> str:
 
 
 def _cache_file(command: list[str]) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     stamp = _cpu_identity()
     for compiler in command[:1]:
         stamp += f"\n{os.path.realpath(compiler)}\n{os.stat(compiler).st_size}"
-    return Path(root) / "swactor-mq" / f"kernels-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.db"
+    return cache_folder() / f"kernels-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.db"
 
 
 def _usable(cache: Path) -> bool:
