@@ -23,7 +23,8 @@ ARGUMENTS = {
 }
 HELP = f"""\
 usage: {PROGRAM} [ARGUMENTS]
-       {PROGRAM} plan [ARGUMENTS]         layers, bytes and speed of such a run, without starting it
+       {PROGRAM} plan [ARGUMENTS]         layers, bytes and speed of such a run, without starting it; of a model on
+                                          Hugging Face it fetches the header into the cache
        {PROGRAM} doctor [ARGUMENTS]       what this machine lacks for it, and what to do
        {PROGRAM} workers [--json]         what you own now, where, since when, at what price
        {PROGRAM} reconcile [--dry-run]    stop what an orchestrator that died has left

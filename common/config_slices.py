@@ -24,6 +24,7 @@ class OrchestratorSlice(msgspec.Struct, frozen=True, kw_only=True):
     relay_mode: "unset" | "default" | "disabled"; relay: workers dial a relay. on_worker_loss: "fail" | "restart".
     pipeline_feedback: "gateway" | "direct"; pipeline_edges: "auto" | "relay"; activation_dtype: "float32" | "float16";
     pipeline_placement: "even" | "measured".
+    hf_token_file: path of the 0600 file, "" when HF_TOKEN is not set or no plan needs it (S1 2.2).
     notes: sentences for the user about choices that were made for him.
     """
 
@@ -48,6 +49,7 @@ class OrchestratorSlice(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_placement: str = "even"
     activation_dtype: str = "float32"
     docker_gpus: str = "all"
+    hf_token_file: str = ""
     notes: list[str] = []
     detail_json: str = "{}"
 

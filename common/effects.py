@@ -24,7 +24,8 @@ class RunJob(Effect):
     """Run blocking work on a thread that owns no socket; the asking actor receives JobDone{key, ...}.
 
     kind names a function of the service's job table; pool: "start", "stop", "follow" or "misc", so that a stop never
-    queues behind a start. After limit_ms the actor gets JobDone with error "timed out"; a later result is dropped.
+    queues behind a start; "alone" for what may hang: at the process's end nobody waits for it. After limit_ms the
+    actor gets JobDone with error "timed out"; a later result is dropped.
     """
 
     kind: str

@@ -19,6 +19,8 @@ from common.limits import HANDLER_MS_MAX
 
 POOL_THREADS = {"start": 8, "stop": 8, "follow": 32, "misc": 4}
 """Separate pools: a stop never queues behind a start (design.md 4)."""
+ALONE = "alone"
+"""A thread of its own: the interpreter does not end before the pools' threads do, whatever they hang in."""
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -116,9 +118,6 @@ class Loop:
         self, pool: str, job: Callable[..., Any], args: Mapping[str, Any], done: Callable[[Any, str], None]
     ) -> None:
         """Run job(**args) on a thread of `pool`; done(result, error) is called in the loop. error: one sentence."""
-        executor = self._pools.get(pool)
-        if executor is None:
-            executor = self._pools[pool] = ThreadPoolExecutor(POOL_THREADS[pool], thread_name_prefix=f"job-{pool}")
 
         def work() -> None:
             try:
@@ -127,6 +126,12 @@ class Loop:
                 result, error = None, str(failure) or type(failure).__name__
             self.call_soon(lambda: done(result, error))
 
+        if pool == ALONE:
+            threading.Thread(target=work, name="job-alone", daemon=True).start()
+            return
+        executor = self._pools.get(pool)
+        if executor is None:
+            executor = self._pools[pool] = ThreadPoolExecutor(POOL_THREADS[pool], thread_name_prefix=f"job-{pool}")
         executor.submit(work)
 
     # --- turning ----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def slice_for(config: Config, role: Role, secrets_dir: Path) -> msgspec.Struct |
     """What this service gets, or None for a role that has no configuration."""
     match role:
         case Role.ORCHESTRATOR:
-            return _orchestrator(config)
+            return _orchestrator(config, secrets_dir)
         case Role.PROVISIONER:
             return _provisioner(config, secrets_dir)
         case Role.GATEWAY:
@@ -97,7 +97,7 @@ def all_slices(config: Config, secrets_dir: Path) -> dict[str, bytes]:
     return {role: encode_slice(value) for role, value in made.items() if value is not None}
 
 
-def _orchestrator(config: Config) -> OrchestratorSlice:
+def _orchestrator(config: Config, secrets_dir: Path) -> OrchestratorSlice:
     cached = config.cached_model
     return OrchestratorSlice(
         provider=config.provider,
@@ -123,6 +123,7 @@ def _orchestrator(config: Config) -> OrchestratorSlice:
         pipeline_placement=config.pipeline_placement,
         activation_dtype=config.activation_dtype,
         docker_gpus=config.docker_gpus,
+        hf_token_file=str(secrets_dir / HF_TOKEN_FILE) if config.planned and config.hf_token is not None else "",
         notes=list(config.notes),
         detail_json=json.dumps(detail(config), separators=(",", ":")),
     )

@@ -2,6 +2,7 @@
 
 Takes the five arguments of a run. Resolves the configuration, reads the GGUF's index and prints layers, bytes and edges
 per stage, what does not fit and why, and the speed that a stated formula predicts. One machine's memory is known: this.
+The only side effect is for a model on a hub: its header, a few megabytes, comes into the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         config = resolve(argv, environ, Path.cwd(), executable=Path(sys.argv[0]))
         part = slice_for(config, Role.ORCHESTRATOR, Path("/nonexistent"))
         assert isinstance(part, OrchestratorSlice)
-        plan = make_plan(part)
+        plan = make_plan(part, config.hf_token.reveal() if config.hf_token is not None else None)
     except Information as text:
         sys.stdout.write(str(text))
         return 0

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from common.actors import Ctx
 from common.addresses import NONCE_BYTES, Role
 from common.effects import JobDone, RunJob
-from common.limits import PLAN_LIMIT_MS, PROVIDER_START_MS
+from common.hub_file import full_name
+from common.limits import HUB_HEADER_MS, PLAN_LIMIT_MS, PROVIDER_START_MS
 from common.messages.node_agent import StageProvisionWire, StopRun
 from common.messages.orchestrator import (
     EndpointWire,
@@ -41,7 +42,7 @@ from services.orchestrator.planner import (
     plan_placed,
     stage_wire,
 )
-from services.orchestrator.planner_facts import PLAN_JOB
+from services.orchestrator.planner_facts import PLAN_JOB, is_on_hub
 from services.orchestrator.planner_uneven import WorkerMeasure, place
 from services.orchestrator.startup import StartUp
 
@@ -85,12 +86,20 @@ class PlannedRun(StartUp):
     def make_plan(self, ctx: Ctx) -> None:
         """Planned execution begins; direct execution never comes here."""
         self.phase, self.waiting_for = Phase.PLAN, "the run plan"
-        config = self.config
-        self.record(ctx, "run_plan", "started", {"pipeline_stages": config.pipeline_stages})
-        ctx.effect(RunJob(PLAN_JOB, "plan", {"config": config}, PLAN_LIMIT_MS))
+        config, limit_ms = self.config, PLAN_LIMIT_MS
+        detail: dict[str, Any] = {"pipeline_stages": config.pipeline_stages}
+        if is_on_hub(config):
+            limit_ms += HUB_HEADER_MS
+            detail["header_from"] = full_name(config.gguf_source)
+            self.waiting_for += f" (the header of {detail['header_from']} is fetched from the hub)"
+        self.record(ctx, "run_plan", "started", detail)
+        ctx.effect(RunJob(PLAN_JOB, "plan", {"config": config}, limit_ms, pool="alone"))
 
     def _planned(self, done: JobDone, ctx: Ctx) -> None:
         if self.phase is not Phase.PLAN:
+            return
+        if done.error.startswith("timed out"):
+            self.fail(ctx, f"{self.waiting_for} {done.error}: a file system or a hub does not answer")
             return
         if done.error or not isinstance(done.result, RunPlan):
             self.fail(ctx, done.error or "the run planner gave no plan")

@@ -1,15 +1,23 @@
-"""From a local GGUF to ModelFacts: the planner's only look at a file (S1 4.4, 9.3, 10.4).
+"""From a GGUF to ModelFacts: the planner's only look at a file (S1 4.4, 9.3, 10.4).
 
-Opens the file's index and reads no tensor. Runs as a job: a hung network file system must not hang the run's loop.
+Opens the file's index and reads no tensor. Of a model on a hub it first fetches just that index into the cache, so
+that it can be inspected locally. Runs as a job: neither a hub nor a network file system may hang the run's loop.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from common.config_slices import OrchestratorSlice
-from common.gguf import GgufError, GgufFile, ModelHeader
-from common.messages.node_agent import HuggingFaceGguf, LocalPath
+from common.gguf import GgufError, GgufFile, ModelHeader, part_names
+from common.hub_file import HubFile, RangesRefused, cached_whole, fetch_header, full_name, not_there, reason
+from common.limits import HUB_HEADER_MS
+from common.messages.node_agent import GgufSource, HuggingFaceGguf, LocalPath
+from common.security import read_secret_file
 from services.orchestrator.planner import DTYPES, ModelFacts, PlanError, RunPlan, plan_run
 
 PLAN_JOB = "plan"
@@ -19,20 +27,63 @@ KV_VALUE_BYTES = 2  # the cache is float16
 WEIGHT_VALUE_BYTES = 2  # so are the matrices of a loaded stage
 
 
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A file whose index is here; name: for messages; source: where a worker finds the very same file."""
+
+    path: Path
+    name: str
+    source: GgufSource
+
+
+def is_on_hub(config: OrchestratorSlice) -> bool:
+    """Whether the planner has to fetch the index."""
+    return config.cached_model is None and isinstance(config.gguf_source, HuggingFaceGguf)
+
+
 def planning_path(config: OrchestratorSlice) -> Path:
-    """The file to inspect: the cached model, or a local GGUF. Raises PlanError for a remote source (S1 9.3)."""
+    """The local file: the cached model, or a local GGUF."""
     if config.cached_model is not None:
         return Path(config.cached_model.host_path)
-    if isinstance(config.gguf_source, HuggingFaceGguf):
-        source = config.gguf_source
-        raise PlanError(
-            f"planned execution needs a locally inspectable GGUF, but the model is {source.repo}/{source.file} on "
-            "Hugging Face; fetch it with ./dev fetch-model and set [model] cached_path (or gguf_local_path)"
-        )
+    assert isinstance(config.gguf_source, LocalPath)
     return Path(config.gguf_source.path)
 
 
-def worker_source(config: OrchestratorSlice) -> LocalPath | HuggingFaceGguf:
+def _inspected(config: OrchestratorSlice, token: str | None) -> Inspected:
+    """Raises PlanError for what cannot be inspected here (S1 9.3)."""
+    if isinstance(config.gguf_source, HuggingFaceGguf) and is_on_hub(config):
+        return _from_hub(config.gguf_source, token)
+    path = planning_path(config)
+    if not path.is_file():
+        raise PlanError(f"the model {path} does not exist or is not a file; set [model] cached_path to a GGUF file")
+    return Inspected(path, str(path), worker_source(config))
+
+
+def _from_hub(source: HuggingFaceGguf, token: str | None) -> Inspected:
+    """With its header fetched; workers get the revision's commit, so that a file that changes meanwhile mixes nothing.
+
+    Raises PlanError.
+    """
+    name = full_name(source)
+    try:
+        if len(part_names(source.file)) > 1:
+            raise RangesRefused("it is one of several files of a model")
+        hub = HubFile(source, token, time.monotonic() + HUB_HEADER_MS / 1000)
+        kept = hub.kept()
+        fetch_header(hub, kept, lambda *_: None)
+        return Inspected(kept.path, name, msgspec.structs.replace(source, revision=hub.commit or source.revision))
+    except GgufError as error:
+        raise PlanError(f"GGUF metadata cannot be used for planning: {name}: {reason(error, source)}") from None
+    except Exception as error:  # the library's and its HTTP client's errors share no base class
+        if isinstance(error, RangesRefused) and (path := cached_whole(source)):
+            return Inspected(path, name, source)
+        command = f"./dev fetch-model --repo {source.repo} --file {source.file}"
+        way_out = f"{command} fetches it whole: then set [model] cached_path to that file"
+        why = not_there(error, source) or f"{reason(error, source, token)}; {way_out}"
+        raise PlanError(f"planned execution needs to inspect the GGUF {name} before it starts: {why}") from None
+
+
+def worker_source(config: OrchestratorSlice) -> GgufSource:
     """Where a worker finds the file: process workers on the host, others at the mounted path (rust-swactor.md 2.3)."""
     cached = config.cached_model
     if cached is None:
@@ -52,23 +103,26 @@ def context_of(header: ModelHeader, max_context: int | None) -> int:
     return max_context
 
 
-def read_facts(config: OrchestratorSlice) -> ModelFacts:
-    """Raises PlanError: no such file, not readable, not a GGUF, or not a model that can be planned."""
-    path = planning_path(config)
-    if not path.is_file():
-        raise PlanError(f"the model {path} does not exist or is not a file; set [model] cached_path to a GGUF file")
+def read_facts(config: OrchestratorSlice, token: str | None = None) -> ModelFacts:
+    """Raises PlanError: no such file, not readable, not a GGUF, or not a model that can be planned.
+
+    token: for the hub, None for the user's own.
+    """
+    found = _inspected(config, token)
     try:
-        with GgufFile.open(path) as file:
-            return _facts(file, file.header(), config)
+        with GgufFile.open(found.path) as file:
+            return _facts(file, found, config)
     except GgufError as error:
-        raise PlanError(f"GGUF metadata cannot be used for planning: {error}") from None
+        text = str(error).replace(str(found.path), found.name)
+        raise PlanError(f"GGUF metadata cannot be used for planning: {text}") from None
     except OSError as error:
-        raise PlanError(f"GGUF metadata cannot be read: {path}: {error.strerror}") from None
+        raise PlanError(f"GGUF metadata cannot be read: {found.name}: {error.strerror}") from None
 
 
-def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> ModelFacts:
+def _facts(file: GgufFile, found: Inspected, config: OrchestratorSlice) -> ModelFacts:
+    header = file.header()
     if header.block_count < 1:
-        raise PlanError(f"{file.path}: the model has {header.block_count} layers; a pipeline needs at least 1")
+        raise PlanError(f"{found.name}: the model has {header.block_count} layers; a pipeline needs at least 1")
     context = context_of(header, config.max_context)
     layers = [0] * header.block_count
     memory = [0] * header.block_count
@@ -83,7 +137,7 @@ def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> Mo
     ends = (header.eos_token_id, header.eot_token_id)
     return ModelFacts(
         model_id=config.model_id,
-        gguf_source=worker_source(config),
+        gguf_source=found.source,
         tokenizer=config.tokenizer,
         num_layers=header.block_count,
         hidden_dim=header.embedding_length,
@@ -100,8 +154,14 @@ def _facts(file: GgufFile, header: ModelHeader, config: OrchestratorSlice) -> Mo
     )
 
 
-def make_plan(config: OrchestratorSlice) -> RunPlan:
-    """The whole planning phase (S1 4.4): inspect, check, place. Raises PlanError."""
+def make_plan(config: OrchestratorSlice, token: str | None = None) -> RunPlan:
+    """The whole planning phase (S1 4.4): inspect, check, place. token: as of read_facts. Raises PlanError."""
     feedback = config.pipeline_feedback == "direct"
-    facts = read_facts(config)
+    facts = read_facts(config, token)
     return plan_run(facts, config.pipeline_stages, run_id=config.run_id, node_id=config.node_id, feedback=feedback)
+
+
+def plan_job(config: OrchestratorSlice) -> RunPlan:
+    """The PLAN_JOB. Raises PlanError, SecurityError."""
+    path = config.hf_token_file
+    return make_plan(config, read_secret_file(Path(path)).decode().strip() if path else None)

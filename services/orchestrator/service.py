@@ -16,7 +16,7 @@ from common.limits import STDIN_LINE_BYTES_MAX
 from common.security import SecurityError
 from services.orchestrator.base import Console, RunOver
 from services.orchestrator.core import RunActor, StopLine
-from services.orchestrator.planner_facts import PLAN_JOB, make_plan
+from services.orchestrator.planner_facts import PLAN_JOB, plan_job
 
 STOP_WORDS = frozenset({"stop", "shutdown", "quit"})
 
@@ -84,7 +84,7 @@ def build(host: Host, on_result: Callable[[RunOver], None], console: Callable[[s
     of the run's main actor."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     host.node.run = nonce
-    host.jobs[PLAN_JOB] = make_plan
+    host.jobs[PLAN_JOB] = plan_job
     run = host.spawn(RunActor(nonce), name=Role.ORCHESTRATOR)
 
     def over(address: bytes, effect: RunOver) -> None:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from common.cache_files import cache_folder
 from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
 from common.door import PORTS
@@ -18,10 +19,9 @@ from common.security import SOCKET_PATH_BYTES_MAX, socket_path_bytes
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 from services.orchestrator.plan_command import stage_size
 from services.orchestrator.planner import PlanError, RunPlan
-from services.orchestrator.planner_facts import make_plan, planning_path
+from services.orchestrator.planner_facts import is_on_hub, make_plan, planning_path
 from services.orchestrator.run_dir import default_path
 from services.provisioner.ledger import LedgerError, ledger_folder
-from worker.engine.cpu_objects import cache_folder
 
 SERVICES_BYTES = 240 * 2**20  # six of 40 MiB
 WORKER_BYTES = 150 * 2**20  # Python and tinygrad, of each stage
@@ -98,7 +98,7 @@ def _tcp_rows() -> Iterator[list[str]]:
 # --- the model --------------------------------------------------------------------------------------------------
 def plan(part: OrchestratorSlice) -> RunPlan | None:
     """The plan of this run, None for a model that is not on this machine. Raises PlanError."""
-    if part.cached_model is None and isinstance(part.gguf_source, HuggingFaceGguf):
+    if is_on_hub(part):
         return None
     return make_plan(part)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config_slices import CachedModelSlice, OrchestratorSlice
-from common.messages.node_agent import EmbeddedGguf, HuggingFaceGguf, LocalPath, ObjectSpec, RingSpec
+from common.messages.node_agent import EmbeddedGguf, LocalPath, ObjectSpec, RingSpec
 from common.messages.orchestrator import EndpointWire
 from services.orchestrator.planner import (
     Endpoint,
@@ -213,9 +213,6 @@ def test_facts_come_from_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.spec("S1 9.3", "S1 10.4")
 def test_what_cannot_be_inspected_is_refused(tmp_path: Path) -> None:
-    remote = HuggingFaceGguf(repo="a/b", file="c.gguf")
-    with pytest.raises(PlanError, match=r"needs a locally inspectable GGUF, but the model is a/b/c.gguf on Hugging"):
-        planning_path(config(gguf_source=remote))
     with pytest.raises(PlanError, match="does not exist or is not a file; set"):
         read_facts(config(gguf_source=LocalPath(path=str(tmp_path))))
     junk = tmp_path / "junk.gguf"
