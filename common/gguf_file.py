@@ -72,7 +72,7 @@ class GgufFile:
         Raises GgufError, or OSError where a file cannot be opened.
         """
         names = part_names(os.fspath(path))
-        first = cls._open_one(names[0])
+        first = cls.open_one(names[0])
         try:
             count = first.metadata.get("split.count", 0)
             if not isinstance(count, int) or (count != len(names) and count > 1):
@@ -81,14 +81,15 @@ class GgufFile:
                     "-00001-of-0000N.gguf and the like"
                 )
             for index, name in enumerate(names[1:], 1):
-                first._take_part(cls._open_one(name), index)
+                first._take_part(cls.open_one(name), index)
             return first
         except BaseException:
             first.close()
             raise
 
     @classmethod
-    def _open_one(cls, name: str) -> GgufFile:
+    def open_one(cls, name: str) -> GgufFile:
+        """One file by itself, of a model in several, too. Raises as open does."""
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if file.read(4) != MAGIC:

@@ -7,15 +7,18 @@ hash and begins anew.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from common.cache_files import cache_folder
 from common.gguf import GgufError, GgufFile, MalformedError, NotGgufError, UnsupportedVersionError, part_names
@@ -183,7 +186,7 @@ def fetch_header(hub: HubFile, file: SparseFile, progress: Progress) -> None:
     while True:
         fetch_ranges(hub, file, [(0, end)], progress)
         try:
-            with GgufFile.open(file.path) as gguf:
+            with GgufFile.open_one(str(file.path)) as gguf:
                 if end >= min((info.offset for info in gguf.tensors.values()), default=0):
                     return
         except (NotGgufError, UnsupportedVersionError):
@@ -194,6 +197,41 @@ def fetch_header(hub: HubFile, file: SparseFile, progress: Progress) -> None:
         if end >= limit:
             raise MalformedError(f"{file.path}: its header has more than {limit} bytes")
         end = min(2 * end, limit)
+
+
+class HubModel:
+    """A model on a hub, in one file or several, as far as it was fetched: `path` is for GgufFile.open once the header
+    is there; `source` names the commit that was found. Arguments, errors: as of HubFile; OSError, too.
+    """
+
+    def __init__(self, source: HuggingFaceGguf, token: str | None = None, until: float | None = None) -> None:
+        names = part_names(source.file)
+        first = HubFile(replace(source, file=names[0]), token, until)
+        self.source = replace(source, revision=first.commit or source.revision)
+        rest = [HubFile(replace(self.source, file=name), token, until) for name in names[1:]]
+        self._files = [(file, file.kept()) for file in (first, *rest)]
+        kept = [file.path for _, file in self._files]
+        self.path = kept[0] if len(kept) == 1 else _named(kept, names) / Path(source.file).name
+
+    def fetch_header(self, progress: Progress) -> None:
+        """Metadata and tensor index of all files. Raises GgufError, too."""
+        for hub, file in self._files:
+            fetch_header(hub, file, progress)
+
+    def fetch(self, wanted: Sequence[Ranges], progress: Progress) -> None:
+        """wanted: of each file."""
+        for (hub, file), ranges in zip(self._files, wanted, strict=True):
+            fetch_ranges(hub, file, ranges, progress)
+
+
+def _named(paths: Sequence[Path], names: Sequence[str]) -> Path:
+    """A folder in which the files have the names that tell GgufFile which belong together."""
+    folder = paths[0].parent / hashlib.sha256("\n".join(map(str, paths)).encode()).hexdigest()[:32]
+    folder.mkdir(exist_ok=True)
+    for path, name in zip(paths, names, strict=True):
+        with contextlib.suppress(FileExistsError):
+            (folder / Path(name).name).symlink_to(path)
+    return folder
 
 
 def cached_whole(source: HuggingFaceGguf) -> Path | None:

@@ -10,11 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from common.config_slices import OrchestratorSlice
-from common.gguf import GgufError, GgufFile, ModelHeader, part_names
-from common.hub_file import HubFile, RangesRefused, cached_whole, fetch_header, full_name, not_there, reason
+from common.gguf import GgufError, GgufFile, ModelHeader
+from common.hub_file import HubModel, RangesRefused, cached_whole, full_name, not_there, reason
 from common.limits import HUB_HEADER_MS
 from common.messages.node_agent import GgufSource, HuggingFaceGguf, LocalPath
 from common.security import read_secret_file
@@ -66,12 +64,9 @@ def _from_hub(source: HuggingFaceGguf, token: str | None) -> Inspected:
     """
     name = full_name(source)
     try:
-        if len(part_names(source.file)) > 1:
-            raise RangesRefused("it is one of several files of a model")
-        hub = HubFile(source, token, time.monotonic() + HUB_HEADER_MS / 1000)
-        kept = hub.kept()
-        fetch_header(hub, kept, lambda *_: None)
-        return Inspected(kept.path, name, msgspec.structs.replace(source, revision=hub.commit or source.revision))
+        model = HubModel(source, token, time.monotonic() + HUB_HEADER_MS / 1000)
+        model.fetch_header(lambda *_: None)
+        return Inspected(model.path, name, model.source)
     except GgufError as error:
         raise PlanError(f"GGUF metadata cannot be used for planning: {name}: {reason(error, source)}") from None
     except Exception as error:  # the library's and its HTTP client's errors share no base class

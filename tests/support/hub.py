@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import time
@@ -12,7 +13,7 @@ COMMIT = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """`owner/repo/model.gguf` at `main` and at COMMIT. A context manager: it serves inside.
+    """`owner/repo/model.gguf`, and what is in `others`, at `main` and at COMMIT. A context manager: it serves inside.
 
     `has_ranges` False sends whole files only; after `breaks_after` ranges each further one is cut in its middle; each
     body waits `pause_s`. `at_s`: the wall clock of each of the `ranges`; `tokens`: the Authorization headers that came.
@@ -23,7 +24,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, data: bytes, *, has_ranges: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.data, self.has_ranges = data, has_ranges
-        self.etag = hashlib.sha256(data).hexdigest()
+        self.others: dict[str, bytes] = {}
         self.tokens: list[str | None] = []
         self.ranges: list[tuple[int, int]] = []
         self.at_s: list[float] = []
@@ -31,6 +32,11 @@ class Hub(ThreadingHTTPServer):
         self.breaks_after: int | None = None
         self.pause_s = 0.0
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    @staticmethod
+    @functools.cache
+    def etag(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
 
     def environment(self, home: Path) -> dict[str, str]:
         """For a process that shall fetch from here and keep it under `home`."""
@@ -65,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
             problem = "RepoNotFound"
         elif revision not in ("main", COMMIT):
             problem = "RevisionNotFound"
-        elif rest[0] != "model.gguf":
+        elif rest[0] not in ("model.gguf", *hub.others):
             problem = "EntryNotFound"
         if problem:
             self.send_response(404)
@@ -73,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        begin, end = 0, len(hub.data)
+        data = hub.others.get(rest[0], hub.data)
+        begin, end = 0, len(data)
         is_range = with_body and hub.has_ranges and "Range" in self.headers
         if is_range:
             first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
@@ -82,8 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
             hub.at_s.append(time.time())
         self.send_response(206 if is_range else 200)
         if is_range:
-            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(hub.data)}")
-        self.send_header("ETag", f'"{hub.etag}"')
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        self.send_header("ETag", f'"{hub.etag(data)}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(end - begin))
         self.end_headers()
@@ -91,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(hub.pause_s)
             hub.wholes += not is_range
             is_cut = hub.breaks_after is not None and len(hub.ranges) > hub.breaks_after
-            self.wfile.write(memoryview(hub.data)[begin : (begin + end) // 2 if is_cut else end])
+            self.wfile.write(memoryview(data)[begin : (begin + end) // 2 if is_cut else end])
             self.close_connection = self.close_connection or is_cut
 
     def log_message(self, format: str, *args: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.gguf import GgufFile
-from common.hub_file import HubFile, fetch_header, fetch_ranges
+from common.hub_file import HubModel
 from common.messages.node_agent import HuggingFaceGguf
 from common.sparse_file import Ranges, merged
 from worker.engine.parts import Part, Progress
@@ -16,11 +16,11 @@ JOIN_BYTES = 1 << 20  # a smaller gap between two ranges is cheaper to fetch tha
 PartOf = Callable[[int], Part]
 
 
-def tensor_ranges(file: GgufFile, part: Part) -> Ranges:
-    """Where the tensors lie that a stage with this part reads."""
+def tensor_ranges(file: GgufFile, part: Part) -> list[Ranges]:
+    """Where the tensors lie that a stage with this part reads, in each file of the model."""
     own = tuple(f"blk.{layer}." for layer in range(part.layer_start, part.layer_end_exclusive))
     tied = "output.weight" not in file.tensors
-    found = []
+    found: list[Ranges] = [[] for _ in file.paths]
     for name, info in file.tensors.items():
         if name.startswith("blk."):
             needed = name.startswith(own)
@@ -29,16 +29,15 @@ def tensor_ranges(file: GgufFile, part: Part) -> Ranges:
         else:
             needed = part.with_head or not name.startswith("output")
         if needed:
-            found.append((info.offset, info.offset + info.nbytes))
-    return merged(found, JOIN_BYTES)
+            found[info.part].append((info.offset, info.offset + info.nbytes))
+    return [merged(ranges, JOIN_BYTES) for ranges in found]
 
 
 def fetch_part(source: HuggingFaceGguf, part_of: PartOf, progress: Progress) -> Path:
-    """The path of a sparse file with the tensors of one part. Raises HubError, OSError, or the library's errors."""
-    hub = HubFile(source)
-    kept = hub.kept()
-    fetch_header(hub, kept, progress)
-    with GgufFile.open(kept.path) as file:
+    """The path of a model with the tensors of one part. Raises HubError, GgufError, OSError, the library's errors."""
+    model = HubModel(source)
+    model.fetch_header(progress)
+    with GgufFile.open(model.path) as file:
         wanted = tensor_ranges(file, part_of(file.header().block_count))
-    fetch_ranges(hub, kept, wanted, progress)
-    return kept.path
+    model.fetch(wanted, progress)
+    return model.path

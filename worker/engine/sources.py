@@ -29,7 +29,7 @@ def resolve_source(source: GgufSource, progress: Progress, part_of: PartOf | Non
         return path
     names = part_names(source.file)
     try:
-        if part_of is not None and len(names) == 1:
+        if part_of is not None:
             with contextlib.suppress(RangesRefused):
                 return fetch_part(source, part_of, progress)
         paths = [_download(source, name, progress) for name in names]

@@ -120,6 +120,14 @@ def test_a_stop_never_queues_behind_starts(loop: Loop) -> None:
     held.set()
 
 
+def test_what_hangs_alone_does_not_hold_the_end_of_the_process() -> None:
+    code = (
+        "import time\nfrom common.bus import Poller\nfrom common.loop import ALONE, Loop\nloop = Loop(Poller())\n"
+        "loop.run_job(ALONE, lambda: time.sleep(600), {}, print)\nloop.close()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_child_that_ends_is_noticed_with_its_status(loop: Loop) -> None:
     exits: list[int] = []
     for code in ("import sys; sys.exit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):

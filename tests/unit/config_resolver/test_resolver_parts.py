@@ -70,6 +70,16 @@ def test_the_cached_model_reaches_the_orchestrator(world: World) -> None:
     assert orchestrator.relay
 
 
+@pytest.mark.spec("S1 2.2")
+def test_the_token_reaches_the_orchestrator_only_where_it_plans_a_model_on_a_hub(world: World) -> None:
+    token = {"HF_TOKEN": "hf-hf-hf-hf"}
+    planned = slice_for(world.resolve(REMOTE, "--pipeline-stages", "2", environ=token), Role.ORCHESTRATOR, SECRETS)
+    assert isinstance(planned, OrchestratorSlice) and planned.hf_token_file == "/s/hf_token"
+    for toml, args in ((REMOTE, ()), (CACHED, ("--pipeline-stages", "2"))):
+        other = slice_for(world.resolve(toml, *args, environ=token), Role.ORCHESTRATOR, SECRETS)
+        assert isinstance(other, OrchestratorSlice) and other.hf_token_file == ""
+
+
 def test_slices_survive_the_wire(world: World) -> None:
     kinds = {
         Role.ORCHESTRATOR: OrchestratorSlice,

@@ -14,6 +14,7 @@ from common.gguf import GgufFile
 from common.messages.node_agent import LocalPath
 from common.sparse_file import merged, missing
 from tests.support.hub import Hub
+from tests.unit.common.test_gguf import split
 from tests.unit.engine.tiny_model import TinySpec, write_model
 from worker.engine.errors import EngineError
 from worker.engine.parts import Part
@@ -45,7 +46,7 @@ from worker.engine.parts import Part
 from worker.engine.sources import resolve_source
 hub_file.HEADER_BYTES, ranged.JOIN_BYTES, hub_file.PIECE_BYTES, hub_file.BACKOFF_S = 512, 64, 16_384, 0.01
 try:
-    source = HuggingFaceGguf(repo="owner/repo", file="model.gguf")
+    source = HuggingFaceGguf(repo="owner/repo", file=(*sys.argv, "model.gguf")[3])
     part = Part(int(sys.argv[1]), int(sys.argv[2]), False, False)
     print("path", resolve_source(source, lambda *report: None, lambda count: part))
 except EngineError as error:
@@ -153,3 +154,15 @@ def test_a_server_without_ranges_gives_the_whole_file(model_hub: Hub, tmp_path: 
     model_hub.has_ranges = False
     output = fetch(model_hub, tmp_path / "home", 1, 3, code=FETCH_PART)
     assert Path(output.strip().removeprefix("path ")).read_bytes() == model_hub.data
+
+
+def test_a_stage_of_a_model_in_several_files_fetches_its_ranges_of_each(model_hub: Hub, tmp_path: Path) -> None:
+    whole = tmp_path / "model.gguf"
+    parts = split(whole, tmp_path)
+    model_hub.others = {part.name: part.read_bytes() for part in parts}
+    for number in (2, 1):  # any of them names the model
+        output = fetch(model_hub, tmp_path / f"home{number}", 1, 3, parts[number - 1].name, code=FETCH_PART)
+        path = Path(output.strip().removeprefix("path "))
+        assert own_bytes(path, 1) == own_bytes(whole, 1) and own_bytes(path, 2) == own_bytes(whole, 2)
+        assert not any(b"".join(own_bytes(path, 3)) + b"".join(own_bytes(path, 0))), "other blocks are holes"
+    assert model_hub.wholes == 0
