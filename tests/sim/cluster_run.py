@@ -134,6 +134,8 @@ class Cluster:
         if role is not Role.ORCHESTRATOR:
             host.on_exit.append(lambda gone: self._service_gone(role, gone))
         host.wake(self.world.now)
+        if self.launcher_gone:  # forked before its death, and only now up
+            host.owner_gone()
 
     def _actor(self, role: Role) -> Actor:
         match role:
@@ -232,7 +234,7 @@ class Cluster:
                 self.hosts[Role.ORCHESTRATOR].deliver(self.address(Role.ORCHESTRATOR), event)
             if role in self._lost:
                 return
-        self.world.at(self.world.now + back_ms, lambda: None if self.closed else again())
+        self.world.at(self.world.now + back_ms, lambda: None if self.closed or self.launcher_gone else again())
 
     def _is_served(self) -> bool:
         """The launcher's: nobody needs the resolver once every service has its slice."""
@@ -254,6 +256,11 @@ class Cluster:
             for service in self.hosts.values():
                 if service.alive:
                     service.owner_gone()
+            for role, door in self.world.doors.items():  # the brokers see it, too, and have nothing to finish
+                self.world.at(
+                    self.world.now + self.world.rng.randint(1, 2000),
+                    lambda role=role, door=door: self.world.crash_door(role) if door.alive else None,
+                )
 
     def close(self) -> None:
         """The launcher's end, or the supervisor's: TERM in STOP_ORDER, each step bounded (services/orchestrator)."""

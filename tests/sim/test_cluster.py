@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.limits import RELAY_UNCONFIRMED_MS
 from tests.sim.cluster_clients import Script
 from tests.sim.cluster_faults import DEADLY, PROVIDER, SERVICE_DEATHS, SURVIVED, FaultAt, Plan, draw
 from tests.sim.cluster_main import report_failure
@@ -122,6 +123,16 @@ def test_what_a_stall_holds_up_waits_within_the_windows(tokens: int, size: int) 
     for seed in range(2):
         outcome = play(plan(stall, clients=[long], seed=seed, safety_ms=20_000))
         assert outcome.facts["window full"] and outcome.facts["done"] == 2
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_over_a_relay_goes_on_for_minutes(stages: int) -> None:
+    """The relay threw out its router and all workers RELAY_UNCONFIRMED_MS after the start, or after a break."""
+    asks = [Script(at, 1, 20, 1, "normal", 0) for at in (7000, RELAY_UNCONFIRMED_MS + 20_000)]
+    for kind in ("cut", "crash"):
+        fault = FaultAt(9000, kind, 0.999, 0.5)
+        outcome = play(plan(fault, stages=stages, clients=asks, safety_ms=RELAY_UNCONFIRMED_MS + 30_000))
+        assert outcome.ended == [(0, "")] and outcome.facts["done"] == 3 and "fault" not in outcome.facts
 
 
 @pytest.mark.spec("S1 10.12")
@@ -248,6 +259,14 @@ def test_a_worker_that_is_lost_while_the_gateway_is_frozen_is_not_served_with() 
     frozen = FaultAt(10_211, "long_freeze", 0.5, 0.434)  # the gateway
     outcome = play(plan(*deaths, frozen, light=False, embedded=False, restart=True, safety_ms=23_000))
     assert outcome.served and outcome.ended == [(0, "")]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_services_that_are_up_only_after_the_launchers_death_end_as_well(stages: int) -> None:
+    """Forked before it, they find their owner gone as the first thing they see; the brokers may be gone before them."""
+    death = FaultAt(200, "crash_orchestrator", 0.5, 0.5)
+    ends = [play(plan(death, light=False, stages=stages, seed=seed)) for seed in range(6)]
+    assert sum(outcome.facts["owner gone"] for outcome in ends) >= 3  # in the others the launcher is up later
 
 
 @pytest.mark.spec("S1 6.11", "S1 9.10")
