@@ -142,11 +142,13 @@ class HubFile:
             answer.raise_for_status()
             for chunk in answer.iter_raw():
                 data += chunk
+                if len(data) > end - begin:
+                    break
                 told(len(data))
                 self._left_s()
-            whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
-        if len(data) != end - begin or whole not in ("", "*", str(self.size)):
-            raise OSError(f"it sent {len(data)} of {end - begin} bytes of a file of {whole or '?'} bytes")
+            sent = answer.headers.get("Content-Range", "")
+        if len(data) != end - begin or sent not in (f"bytes {begin}-{end - 1}/{size}" for size in (self.size, "*")):
+            raise OSError(f"it sent {len(data)} bytes ({sent!r}) instead of [{begin}, {end}) of {self.size}")
         return bytes(data)
 
     def _left_s(self) -> float:
@@ -235,7 +237,7 @@ def _named(paths: Sequence[Path], names: Sequence[str]) -> Path:
 
 
 def cached_whole(source: HuggingFaceGguf) -> Path | None:
-    """Where huggingface_hub has the whole file already, or all files of a model in several."""
+    """Where huggingface_hub has the whole file of this revision already, or all files of a model in several."""
     from huggingface_hub import try_to_load_from_cache
 
     names = part_names(source.file)

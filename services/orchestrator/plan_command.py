@@ -43,6 +43,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     except Information as text:
         sys.stdout.write(str(text))
         return 0
+    except KeyboardInterrupt:
+        return 130  # as a shell says it
     except (ConfigError, PlanError) as error:
         sys.stderr.write(f"mvp-orchestrator plan: {error}\n")
         return 1

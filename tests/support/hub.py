@@ -16,7 +16,8 @@ class Hub(ThreadingHTTPServer):
     """`owner/repo/model.gguf`, and what is in `others`, at `main` and at COMMIT. A context manager: it serves inside.
 
     `has_ranges` False sends whole files only; after `breaks_after` ranges each further one is cut in its middle; each
-    body waits `pause_s`. `at_s`: the wall clock of each of the `ranges`; `tokens`: the Authorization headers that came.
+    body waits `pause_s`; with `store`, the URL of another one, files are redirected there, as Hugging Face does.
+    `at_s`: the wall clock of each of the `ranges`; `tokens`: the Authorization headers that came.
     """
 
     daemon_threads = True
@@ -31,6 +32,7 @@ class Hub(ThreadingHTTPServer):
         self.wholes = 0
         self.breaks_after: int | None = None
         self.pause_s = 0.0
+        self.store = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     @staticmethod
@@ -80,6 +82,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return
         data = hub.others.get(rest[0], hub.data)
+        if hub.store:
+            self.send_response(302)
+            self.send_header("Location", hub.store + self.path)
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", "0")
+            self.send_header("X-Linked-Size", str(len(data)))
+            self.send_header("X-Linked-Etag", f'"{hub.etag(data)}"')
+            self.end_headers()
+            return
         begin, end = 0, len(data)
         is_range = with_body and hub.has_ranges and "Range" in self.headers
         if is_range:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.gguf import GgufFile
-from common.hub_file import HubModel
+from common.hub_file import HubModel, cached_whole
 from common.messages.node_agent import HuggingFaceGguf
 from common.sparse_file import Ranges, merged
 from worker.engine.parts import Part, Progress
@@ -34,8 +34,13 @@ def tensor_ranges(file: GgufFile, part: Part) -> list[Ranges]:
 
 
 def fetch_part(source: HuggingFaceGguf, part_of: PartOf, progress: Progress) -> Path:
-    """The path of a model with the tensors of one part. Raises HubError, GgufError, OSError, the library's errors."""
+    """The path of a model with at least the tensors of one part.
+
+    Raises HubError, GgufError, OSError, or the library's errors.
+    """
     model = HubModel(source)
+    if whole := cached_whole(model.source):
+        return whole
     model.fetch_header(progress)
     with GgufFile.open(model.path) as file:
         wanted = tensor_ranges(file, part_of(file.header().block_count))

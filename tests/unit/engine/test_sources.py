@@ -124,6 +124,20 @@ def test_a_stage_fetches_the_ranges_of_its_own_tensors(model_hub: Hub, tmp_path:
     )
 
 
+def test_the_store_that_a_hub_redirects_to_gets_no_token(model_hub: Hub, tmp_path: Path) -> None:
+    with Hub(model_hub.data) as hub:
+        hub.store = model_hub.url
+        output = fetch(hub, tmp_path / "home", 1, 3, code=FETCH_PART)
+    path = Path(output.strip().removeprefix("path "))
+    assert own_bytes(path, 1) == own_bytes(tmp_path / "model.gguf", 1) and hub.ranges == [] != model_hub.ranges
+    assert set(hub.tokens) == {f"Bearer {TOKEN}"} and set(model_hub.tokens) == {None}
+
+
+def test_a_stage_takes_the_whole_file_that_was_fetched_before(model_hub: Hub, tmp_path: Path) -> None:
+    whole = fetch(model_hub, tmp_path / "home", "model.gguf").splitlines()[-1]
+    assert fetch(model_hub, tmp_path / "home", 1, 3, code=FETCH_PART).strip() == whole and model_hub.ranges == []
+
+
 def test_a_cut_fetch_of_ranges_goes_on_where_it_stopped(model_hub: Hub, tmp_path: Path) -> None:
     model_hub.breaks_after = 8
     output = fetch(model_hub, tmp_path / "home", 0, 4, code=FETCH_PART)

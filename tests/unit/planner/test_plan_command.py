@@ -58,6 +58,13 @@ def test_the_command_prints_stages_edges_and_speed_and_touches_nothing(
         "mvp-orchestrator plan: pipeline_stages = 9 exceeds GGUF layer count 4; choose pipeline_stages <= 4\n"
     )
     assert plan_command.main(["--frobnicate"], environ) == 1
+    capsys.readouterr()
+
+    def interrupted(*_: object) -> RunPlan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command, "make_plan", interrupted)
+    assert plan_command.main(["--runtime-config", str(toml)], environ) == 130 and capsys.readouterr().err == ""
 
 
 def planned(tmp_path: Path, **changes: Any) -> tuple[RunPlan, OrchestratorSlice]:
