@@ -309,7 +309,9 @@ class RunActor(RestartingRun):
             self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
         elif worker is not None and worker.dead_since_ms is not None and isinstance(msg.message, ProvisionStage):
             pass  # it is sent again each second; how long a dead worker may stay away is SWIM's limit (row 22)
-        elif not isinstance(msg.message, ConfigGet | SuspendServing | ResumeServing):
+        elif isinstance(msg.message, SuspendServing | ResumeServing):
+            self.suspension_unsaid()
+        elif not isinstance(msg.message, ConfigGet):
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             error = f"{what} could not be delivered: {reason}"
             if worker is not None and self.restarting:

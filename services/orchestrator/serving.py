@@ -32,7 +32,10 @@ class Serving(Closing):
 
     def __init__(self) -> None:
         super().__init__()
-        self._suspended = False
+        self._suspension = ""
+        """What the gateway is to fault prompts with; empty while it serves."""
+        self._is_unsaid = False
+        """The last word of that did not get through."""
         self._stop_requests = 0
         self._prompt: PromptActive | None = None
         """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
@@ -62,9 +65,11 @@ class Serving(Closing):
         self._check_gateway(ctx)
 
     def lease_kept(self, ctx: Ctx) -> None:
-        """The gateway's answer to a lease."""
+        """The gateway's answer to a lease: it can be reached."""
         if ctx.sender == self.service(ctx, Role.GATEWAY):
             self._gateway_kept_ms = ctx.now_ms
+            if self._is_unsaid and self.phase is Phase.SERVING:
+                self._say_suspension(ctx)
 
     def _check_gateway(self, ctx: Ctx) -> None:
         """A gateway that hangs has no exit status and no SWIM: only its silence tells. While this process's own way to
@@ -164,15 +169,23 @@ class Serving(Closing):
             for worker in self.workers.values()
             if worker.dead_since_ms is not None and ctx.now_ms - worker.dead_since_ms >= DEAD_WORKER_FAULT_MS
         ]
-        gateway = self.service(ctx, Role.GATEWAY)
-        if lost and not self._suspended:
-            self._suspended = True
+        if lost and not self._suspension:
+            self._suspension = f"{self.name_of(lost[0])} does not answer"
             self.record(ctx, "serve_prompts", "observed", {"suspended_by": [worker.node_id for worker in lost]})
-            ctx.send(gateway, SuspendServing(error=f"{self.name_of(lost[0])} does not answer"))
-        elif not lost and self._suspended:
-            self._suspended = False
+            self._say_suspension(ctx)
+        elif not lost and self._suspension:
+            self._suspension = ""
             self.record(ctx, "serve_prompts", "observed", {"resumed": True})
-            ctx.send(gateway, ResumeServing())
+            self._say_suspension(ctx)
+
+    def _say_suspension(self, ctx: Ctx) -> None:
+        self._is_unsaid = False
+        word = SuspendServing(error=self._suspension) if self._suspension else ResumeServing()
+        ctx.send(self.service(ctx, Role.GATEWAY), word)
+
+    def suspension_unsaid(self) -> None:
+        """The gateway could not be reached: it hears it as soon as it can be, or it would wait for ever."""
+        self._is_unsaid = True
 
     def worker_restarted(self, worker: Worker, readiness_id: int, ctx: Ctx) -> None:
         """It reports a new runtime after the old one was acknowledged: stage, weights and requests of that are gone."""

@@ -269,6 +269,14 @@ def test_services_that_are_up_only_after_the_launchers_death_end_as_well(stages:
     assert sum(outcome.facts["owner gone"] for outcome in ends) >= 3  # in the others the launcher is up later
 
 
+@pytest.mark.spec("S1 4.11")
+def test_a_gateway_out_of_reach_when_a_worker_comes_back_serves_again() -> None:
+    """It had heard that the worker was dead, and the run's word that it is alive was lost: suspended for ever."""
+    frozen, apart = FaultAt(6000, "long_freeze", 0.999, 0.9), FaultAt(17_000, "gateway_apart", 0.5, 0.99)
+    outcome = play(plan(frozen, apart, light=False, safety_ms=35_000))
+    assert outcome.facts["worker dead"] == 1 and outcome.served and outcome.ended == [(0, "")]
+
+
 @pytest.mark.spec("S1 6.11", "S1 9.10")
 def test_a_prompt_ends_although_its_worker_was_out_of_reach_for_a_while() -> None:
     """Too short for a death, too long for the bus: the worker dropped the request in silence, and the prompt and all

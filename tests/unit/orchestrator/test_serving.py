@@ -14,7 +14,7 @@ from common.messages.service import LeaseKept
 from common.records import CHANNEL_PROMPT
 from services.orchestrator.base import Phase
 from services.orchestrator.core import ServiceLost
-from tests.unit.orchestrator.playbook import NODE_ID, Play
+from tests.unit.orchestrator.playbook import ADDRESS, NODE_ID, Play
 
 SUSPENSION = SuspendServing(error=f"node {NODE_ID} does not answer")
 
@@ -33,6 +33,25 @@ def test_dead_worker_suspends_after_five_seconds_and_resumes_when_alive() -> Non
     assert play.said() == [ResumeServing()]
     play.harness.advance(WORKER_SILENT_MS_SERVING * 2)
     assert play.at(Phase.SERVING)
+
+
+@pytest.mark.spec("S1 4.11")
+@pytest.mark.parametrize("state", ["alive", "dead"])
+def test_a_word_of_suspension_that_did_not_reach_the_gateway_is_said_again(state: str) -> None:
+    """A ResumeServing that was lost left the gateway suspended for ever."""
+    play = Play().until(Phase.SERVING)
+    play.member(state="dead")
+    play.harness.advance(DEAD_WORKER_FAULT_MS)
+    if state == "alive":
+        play.member()
+    word = ResumeServing() if state == "alive" else SUSPENSION
+    assert play.said()[-1] == word
+    play.tell(SendFailed(ADDRESS[Role.GATEWAY], word, "unroutable"))
+    assert play.said() == []
+    play.gateway(LeaseKept())
+    assert play.said() == [word]
+    play.gateway(LeaseKept())
+    assert play.said() == [] and play.at(Phase.SERVING)
 
 
 @pytest.mark.spec("S1 10.10", "S1 9.10")
