@@ -187,11 +187,12 @@ class EngineDecode(Message, frozen=True, kw_only=True, tag=253):
 
 
 class EngineDecoded(Message, frozen=True, kw_only=True, tag=254):
-    """Engine → agent."""
+    """Engine → agent: as TokensDecoded."""
 
     FROM: ClassVar[frozenset[Role]] = _AGENT
     request_id: U64
     text: str
+    lengths: list[U32] = []
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag=255):

@@ -39,6 +39,7 @@ from services.prompt_gateway.bind import checked_bind, join_addr
 from services.prompt_gateway.connection import Connection
 from services.prompt_gateway.queue import PromptWork
 from services.prompt_gateway.runtimes import MODES
+from services.prompt_gateway.runtimes.base import DECODE_TIMER
 from services.prompt_gateway.serving import CANCEL_TIMER, DEAD_TIMER, ServingLoop
 from services.prompt_gateway.tcp import (
     TCP_EVENTS,
@@ -207,7 +208,7 @@ class GatewayActor(ServiceActor):
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
         """Limits of prompts, of closing connections and of the closing RPC; probes."""
-        if key in (CANCEL_TIMER, DEAD_TIMER):
+        if key in (CANCEL_TIMER, DEAD_TIMER, DECODE_TIMER):
             if self.loop:
                 self.loop.on_timer(key, ctx)
         elif key == UNSAID_TIMER:

@@ -29,7 +29,7 @@ from common.messages.serve import OpenPromptRpc, PromptActive
 from services.prompt_gateway.queue import Outcome, PromptQueue, PromptWork
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes import MODES, PromptRuntime
-from services.prompt_gateway.runtimes.base import ServingBroken
+from services.prompt_gateway.runtimes.base import DECODE_TIMER, ServingBroken
 from services.prompt_gateway.wire import DoneLine, FaultLine, QueuedLine, Response, SubmitPrompt, TextDeltaLine
 
 CANCEL_TIMER = "prompt:cancel"
@@ -295,9 +295,11 @@ class ServingLoop:
         return replayed
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """CANCEL_TIMER and DEAD_TIMER."""
+        """CANCEL_TIMER, DEAD_TIMER and DECODE_TIMER."""
         if self.active is None:
             return
+        if key == DECODE_TIMER and not self.held:
+            self._runtime.due(ctx)
         if key == DEAD_TIMER and self._dead:
             self.fail(self.active.work, f"the worker {self._dead} was lost while it worked on this prompt", ctx)
         elif key == CANCEL_TIMER and self.active.cancelling and not self.is_blocked:

@@ -185,8 +185,9 @@ class SimStage:
         if self.model is None:
             return wire.EngineFault(request_id=message.request_id, error="the engine has no weights loaded")
         if isinstance(message, wire.EngineDecode):
-            text = "".join(self.vocabulary.text(token) for token in message.tokens)
-            return wire.EngineDecoded(request_id=message.request_id, text=text)
+            texts = [self.vocabulary.text(token) for token in message.tokens]
+            lengths = [len(text) for text in texts] if len(texts) > 1 else []
+            return wire.EngineDecoded(request_id=message.request_id, text="".join(texts), lengths=lengths)
         tokens = self.vocabulary.encode(message.prompt)
         return wire.EngineEncoded(request_id=message.request_id, tokens=tokens)
 

@@ -174,7 +174,7 @@ class RequestDesk:
                     ctx.send(job.reply_to, PromptEncoded(request_id=msg.request_id, tokens=msg.tokens))
             case EngineDecoded():
                 if job := self._job(msg.request_id):
-                    ctx.send(job.reply_to, TokensDecoded(request_id=msg.request_id, text=msg.text))
+                    ctx.send(job.reply_to, TokensDecoded(request_id=msg.request_id, text=msg.text, lengths=msg.lengths))
             case Cancelled():
                 self._cancelled(msg, ctx)
             case _:

@@ -266,10 +266,11 @@ class EngineProcess:
             if isinstance(message, EngineEncode):
                 return EngineEncoded(request_id=request_id, tokens=_prompt_ids(engine, message))
             stream = self._streams.setdefault(request_id, engine.tokenizer.stream())
-            text = "".join(stream.feed(token) for token in message.tokens)
+            texts = [stream.feed(token) for token in message.tokens]
+            lengths = [len(text) for text in texts] if len(texts) > 1 else []
             if message.last:
                 self._streams.pop(request_id, None)
-            return EngineDecoded(request_id=request_id, text=text)
+            return EngineDecoded(request_id=request_id, text="".join(texts), lengths=lengths)
         except EngineError as error:
             return EngineFault(request_id=request_id, error=_one_sentence(error))
 

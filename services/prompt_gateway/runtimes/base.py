@@ -10,6 +10,8 @@ from common.messages.prompt import PromptEvent
 from common.messages.serve import OpenPromptRpc
 from services.prompt_gateway.queue import PromptWork
 
+DECODE_TIMER = "prompt:decode"
+
 
 class ServingBroken(Exception):
     """The way of prompts itself is broken (S1 10.10): the active prompt gets this sentence, and the run ends."""
@@ -30,6 +32,9 @@ class PromptRuntime(Protocol):
         Messages of other prompts are dropped here with a record (S1 6.12); work is None while no prompt is active.
         Raises ServingBroken.
         """
+
+    def due(self, ctx: Ctx) -> None:
+        """DECODE_TIMER, which the runtime has set."""
 
     def cancel(self, work: PromptWork, ctx: Ctx) -> None:
         """Ask every actor that works on the prompt to stop it. May be called again when a lost worker is back."""

@@ -104,6 +104,9 @@ class DirectPromptRuntime:
     def forget(self) -> None:
         """Nothing to forget: the new worker knows nothing of it."""
 
+    def due(self, ctx: Ctx) -> None:
+        """No timer is set here: the worker's agent tells text that comes fast together."""
+
     def cancel(self, work: PromptWork, ctx: Ctx) -> None:
         """Answered by RequestCancelled, before or after a terminal event of the race."""
         ctx.send(self._agent, CancelRequest(request_id=work.prompt_id))

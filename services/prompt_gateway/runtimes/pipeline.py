@@ -2,8 +2,9 @@
 
 encode on the first stage → every stage is told of the sequence → one token-in record for the whole prompt → for each
 token-out: sequence, EOS, cap and context are checked, the token is fed back at once, then decoded on the last stage.
-Decodes are pipelined and emitted in order; Done waits for the last. Sequences count over prompts and never restart:
-what an earlier prompt left behind is told by its object id, advances the sequence and is dropped.
+Tokens that come fast are decoded together, as direct mode tells its text; Done waits for the last. Sequences count over
+prompts and never restart: what an earlier prompt left behind is told by its object id, advances the sequence and is
+dropped.
 
 After a worker was replaced the edges are new ones, and the active prompt is replayed: prompt and answer so far go in at
 once, record by record as the first time, so that caches and sampler are what they were; the tokens and texts that come
@@ -12,15 +13,17 @@ back for what was there already are checked and dropped.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from common.actors import Ctx
 from common.addresses import short
 from common.codec import Message
 from common.edge_records import Record, decode_tokens, encode_tokens
-from common.limits import DECODE_WINDOW_MESSAGES, TOKENS_TOLD_MS
+from common.limits import DECODE_WINDOW_MESSAGES, TEXT_DELTA_COALESCE_MS, TOKENS_TOLD_MS
 from common.messages.edge import BeginSequence, SequenceBegun
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
 from common.messages.orchestrator import ObserveTokenReceived
@@ -38,7 +41,7 @@ from common.messages.serve import OpenPromptRpc
 from common.stopping import StopTracker
 from services.prompt_gateway.queue import PromptWork
 from services.prompt_gateway.records import Records
-from services.prompt_gateway.runtimes.base import ServingBroken
+from services.prompt_gateway.runtimes.base import DECODE_TIMER, ServingBroken
 from services.prompt_gateway.token_edges import TokenRecord, write_token_in
 
 RECENT_TOKENS = 64  # what the sampler's repetition penalty looks back at
@@ -69,13 +72,15 @@ class ActivePipelinePrompt:
     """Stages that have not confirmed: the begin, or the cancel."""
     answer: list[int] = field(default_factory=list)
     finish: str = ""
-    pieces: list[list[int]] = field(default_factory=list)
-    """What is to be decoded, one entry an answer of the decoder; the last one may be empty: its end."""
     asked: int = 0
     answered: int = 0
-    """Pieces that this decoder was asked for, and has answered."""
+    """Tokens that this decoder was asked for, and has answered."""
+    awaited: deque[int] = field(default_factory=deque)
+    """Tokens of each DecodeTokens that is not answered yet."""
+    asked_ms: int = -TEXT_DELTA_COALESCE_MS
+    """When the decoder was asked last."""
     emitted: int = 0
-    """Pieces whose text is out; more than `answered` after a replay."""
+    """Tokens whose text is out; more than `answered` after a replay."""
     text: list[str] = field(default_factory=list)
     is_open: bool = False
     """The stages wait for the next object of its sequence."""
@@ -201,8 +206,8 @@ class PipelinePromptRuntime:
                 return self._encoded(active, msg.tokens, ctx)
             case SequenceBegun() if active.state is State.BEGINNING:
                 return self._begun(active, msg, ctx)
-            case TokensDecoded() if active.answered < active.asked:
-                return self._decoded(active, msg.text, ctx)
+            case TokensDecoded() if active.awaited:
+                return self._decoded(active, msg, ctx)
             case _:
                 self._drop(msg, work, ctx)
                 return []
@@ -249,7 +254,7 @@ class PipelinePromptRuntime:
         if record.end:
             active.is_open = False
             self._end(active, "stop")
-        self._decode(active, [] if record.end else [token], ctx)
+        self._send_decodes(active, ctx)
         return []
 
     def _feed_back(self, active: ActivePipelinePrompt, token: int, ctx: Ctx) -> None:
@@ -290,36 +295,53 @@ class PipelinePromptRuntime:
         active.state, active.finish = State.ENDING, finish
 
     # --- decoding ---------------------------------------------------------------------------------------------
-    def _decode(self, active: ActivePipelinePrompt, tokens: list[int], ctx: Ctx) -> None:
-        active.pieces.append(tokens)
-        self._send_decodes(active, ctx)
+    def due(self, ctx: Ctx) -> None:
+        """DECODE_TIMER."""
+        if self._active is not None and self._active.state in (State.GENERATING, State.ENDING):
+            self._send_decodes(self._active, ctx)
 
     def _send_decodes(self, active: ActivePipelinePrompt, ctx: Ctx) -> None:
-        while active.asked < len(active.pieces) and active.asked - active.answered < DECODE_WINDOW_MESSAGES:
-            tokens = active.pieces[active.asked]
-            active.asked += 1
-            last = bool(active.finish) and active.asked == len(active.pieces)
-            active.flushed |= last
-            decode = DecodeTokens(request_id=active.work.prompt_id, tokens=tokens, reply_to=self._reply_to, last=last)
-            ctx.send(self._decode_actor, decode)
+        """What came within TEXT_DELTA_COALESCE_MS goes together: each message wakes four processes, on the cores that
+        compute the next token."""
+        tokens, last = active.answer[active.asked :], bool(active.finish)
+        if active.flushed or not (tokens or last) or len(active.awaited) >= DECODE_WINDOW_MESSAGES:
+            return
+        if not last and (rest_ms := active.asked_ms + TEXT_DELTA_COALESCE_MS - ctx.now_ms) > 0:
+            ctx.timer(DECODE_TIMER, rest_ms)
+            return
+        active.asked, active.asked_ms, active.flushed = active.generated, ctx.now_ms, last
+        active.awaited.append(len(tokens))
+        decode = DecodeTokens(request_id=active.work.prompt_id, tokens=tokens, reply_to=self._reply_to, last=last)
+        ctx.send(self._decode_actor, decode)
 
-    def _decoded(self, active: ActivePipelinePrompt, text: str, ctx: Ctx) -> list[PromptEvent]:
-        active.answered += 1
+    def _decoded(self, active: ActivePipelinePrompt, msg: TokensDecoded, ctx: Ctx) -> list[PromptEvent]:
+        asked = active.awaited.popleft()
+        lengths = msg.lengths or [len(msg.text)] * min(asked, 1)
+        if len(lengths) != asked or sum(lengths) != len(msg.text):
+            error = (
+                f"the decoder's answer does not fit its question: {len(msg.text)} characters, lengths {lengths} "
+                f"for {asked} tokens"
+            )
+            return self._fault(active, error, ctx)
+        ends = list(accumulate(lengths))
+        texts = [msg.text[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        delta, tokens = "", 0
+        for text in texts:
+            active.answered += 1
+            if active.answered <= active.emitted:
+                continue
+            active.emitted += 1
+            step = active.tracker.feed(text)
+            delta, tokens = delta + step.text, tokens + 1
+            if step.finish is not None:
+                return self._finish(active, delta, tokens, step.finish, ctx)
+        if active.flushed and not active.awaited:
+            return self._finish(active, delta + active.tracker.flush(), tokens, active.finish, ctx)
         self._send_decodes(active, ctx)
-        if active.answered <= active.emitted:
+        if not tokens:
             return []
-        active.emitted += 1
-        is_last = active.state is State.ENDING and active.answered == len(active.pieces)
-        if is_last and active.finish == "stop":
-            # The answer to the decoder's end: EOS itself has no token and no text.
-            return self._finish(active, text + active.tracker.flush(), 0, "stop", ctx)
-        step = active.tracker.feed(text)
-        if step.finish is not None:
-            return self._finish(active, step.text, 1, step.finish, ctx)
-        if is_last:
-            return self._finish(active, step.text + active.tracker.flush(), 1, active.finish, ctx)
-        active.text.append(step.text)
-        return [TextDelta(request_id=active.work.prompt_id, text=step.text, tokens=1)]
+        active.text.append(delta)
+        return [TextDelta(request_id=active.work.prompt_id, text=delta, tokens=tokens)]
 
     def _finish(self, active: ActivePipelinePrompt, text: str, tokens: int, reason: str, ctx: Ctx) -> list[PromptEvent]:
         prompt_id = active.work.prompt_id
@@ -385,6 +407,7 @@ class PipelinePromptRuntime:
         active = self._active
         assert active is not None and active.work is work
         active.asked = active.answered = 0
+        active.awaited.clear()
         active.flushed = active.is_open = False
         if active.state is State.ENCODING:
             self._encode(work, ctx)

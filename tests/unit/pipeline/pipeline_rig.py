@@ -7,6 +7,7 @@ from typing import Any
 
 from common.edge_records import Record, RecordDecoder, decode_tokens, encode_tokens
 from common.effects import Effect
+from common.limits import TEXT_DELTA_COALESCE_MS
 from common.messages.edge import BeginSequence, SequenceBegun
 from common.messages.node_agent import (
     CancelRequest,
@@ -45,11 +46,14 @@ OPEN = OpenPromptRpc(
 class PipelineRig(Rig):
     """auto: which of "encode", "begin", "token", "decode", "cancel" answer by themselves.
 
-    The model says token 10 + its count for each object, EOS after `length` of them; each decodes to "<token> ".
+    The model says token 10 + its count for each object, EOS after `length` of them; each decodes to "<token> ". A token
+    takes `token_ms`, by default so long that each is decoded by itself.
     """
 
-    def __init__(self, auto: str = "encode begin token decode cancel", length: int = 5) -> None:
-        self.auto, self.length = set(auto.split()), length
+    def __init__(
+        self, auto: str = "encode begin token decode cancel", length: int = 5, token_ms: int = TEXT_DELTA_COALESCE_MS
+    ) -> None:
+        self.auto, self.length, self.token_ms = set(auto.split()), length, token_ms
         self.decoder = RecordDecoder(4096, 4)
         self.injected: list[Record] = []
         self.out_sequence = 0
@@ -122,10 +126,13 @@ class PipelineRig(Rig):
                 begun = SequenceBegun(request_id=begin.request_id, stage_index=STAGES.index(dst))
                 self.h.tell(begun, src=dst, dst=begin.reply_to)
             case "token":
+                self.h.now_ms += self.token_ms
                 self.token(item)
             case "decode":
-                text = "".join(f"{token} " for token in item.tokens)
-                self.h.tell(TokensDecoded(request_id=item.request_id, text=text), dst=item.reply_to)
+                texts = [f"{token} " for token in item.tokens]
+                lengths = [len(text) for text in texts] if len(texts) > 1 else []
+                decoded = TokensDecoded(request_id=item.request_id, text="".join(texts), lengths=lengths)
+                self.h.tell(decoded, dst=item.reply_to)
             case "cancel":
                 dst, cancel = item
                 self.h.tell(RequestCancelled(request_id=cancel.request_id), src=dst)

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from common.edge_records import Record, decode_tokens, encode_tokens
+from common.limits import TEXT_DELTA_COALESCE_MS
 from common.messages.edge import BeginSequence
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
 from common.messages.orchestrator import StageAssignment
-from common.messages.prompt import TokenizerFault
+from common.messages.prompt import TokenizerFault, TokensDecoded
 from common.messages.serve import CloseRpc, ServingFailed, TokenEndpointFailed, TokenEndpointReady, TokenOutListening
 from services.orchestrator.run_fsm import OrchestratorRun
 from services.prompt_gateway.token_edges import CloseTokenEdges, DialTokenIn, EdgeDown
@@ -138,6 +139,47 @@ def test_at_most_32_decodes_are_on_their_way() -> None:
         rig.step("decode")
         assert len(rig.todo["decode"]) <= 32
     assert rig.lines(conn)[-1]["tokens_generated"] == 36
+
+
+def decodes(rig: PipelineRig) -> list[list[int]]:
+    return [msg.tokens for _, msg in rig.sent_to_stages if isinstance(msg, DecodeTokens)]
+
+
+def test_tokens_that_come_fast_are_decoded_together() -> None:
+    """The first at once, so that it is seen; the others at most 20 ms later, also when no token follows."""
+    rig = PipelineRig("encode begin decode cancel", length=9, token_ms=0).open()
+    conn = rig.connect()
+    rig.ask(conn, 1, "hi")
+    for _ in range(4):
+        rig.step("token")
+    assert decodes(rig) == [[10]]
+    rig.h.advance(TEXT_DELTA_COALESCE_MS)
+    rig.settle()
+    assert decodes(rig) == [[10], [11, 12, 13]]
+    assert [line["text"] for line in rig.lines(conn) if line["type"] == "text_delta"] == ["10 ", "11 12 13 "]
+    rig.auto.add("token")
+    rig.settle()
+    assert decodes(rig)[2:] == [[14, 15, 16, 17, 18]], "the end does not wait"
+    assert rig.lines(conn)[-1]["tokens_generated"] == 9
+
+
+def test_a_stop_string_in_the_middle_of_what_was_decoded_together_counts_as_if_alone() -> None:
+    rig = PipelineRig("encode begin token decode cancel", length=30, token_ms=1).open()
+    conn = rig.connect()
+    rig.ask(conn, 1, "hi", stop=["13 "])
+    done = rig.lines(conn)[-1]
+    assert (done["final_text"], done["tokens_generated"], done["finish_reason"]) == ("10 11 12 ", 4, "stop")
+
+
+@pytest.mark.parametrize(("text", "lengths"), [("ab", [1, 1]), ("ab", [1]), ("ab", [3])])
+def test_a_decoder_that_answers_other_tokens_faults_the_prompt(text: str, lengths: list[int]) -> None:
+    rig = PipelineRig("encode begin token cancel", length=3).open()
+    conn = rig.connect()
+    rig.ask(conn, 1, "hi")
+    asked = rig.todo["decode"][0]
+    rig.tell(TokensDecoded(request_id=asked.request_id, text=text, lengths=lengths), dst=asked.reply_to)
+    says = f"the decoder's answer does not fit its question: 2 characters, lengths {lengths} for 1 tokens"
+    assert rig.lines(conn)[-1]["error"] == says
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
