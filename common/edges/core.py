@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, RecordError
 from common.limits import (
+    EDGE_CARRIED_CREDIT_MS,
     EDGE_CHUNK_BYTES,
     EDGE_DIAL_MS,
     EDGE_NOT_YET_MS,
@@ -30,6 +31,8 @@ from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, Ed
 
 RELAY = "relay"
 """The candidate that stands for the bus's edge plane."""
+CARRIED = b"bus:"
+"""Prefix of a connection id that stands for a peer on the bus."""
 
 
 # --- what a machine wants done ------------------------------------------------------------------------------------
@@ -274,6 +277,9 @@ class EdgeConsumer:
     received: int = 0
     consumed: int = 0
     failed: str = ""
+    credit_due_ms: int | None = None
+    """When what was consumed is told at the latest."""
+    _told: int = 0
     _was_open: bool = field(default=False)
 
     def on_hello(self, hello: EdgeHello, conn: bytes) -> list[Effect]:
@@ -283,6 +289,7 @@ class EdgeConsumer:
         if hello.edge_id != self.edge_id or hello.run != self.run:
             return [Send(EdgeRefused(edge_id=hello.edge_id, error="this token is for another edge or run"), conn)]
         self.conn = conn
+        self._told, self.credit_due_ms = self.consumed, None
         first: list[Effect] = [] if self._was_open else [Ready()]
         self._was_open = True
         return [*first, Send(self._welcome(), conn)]
@@ -315,14 +322,26 @@ class EdgeConsumer:
             return [*arrived, *self._fail(broken.kind.stage_reason, str(broken))]
         return arrived
 
-    def on_consumed(self, end_offset: int) -> list[Effect]:
-        """The bytes below end_offset are done with."""
+    def on_consumed(self, end_offset: int, now_ms: int) -> list[Effect]:
+        """The bytes below end_offset are done with. Over the bus credits go together."""
         if end_offset <= self.consumed or self.failed:
             return []
         self.consumed = end_offset
-        if not self.conn:
+        if self.conn.startswith(CARRIED) and end_offset - self._told < self.capacity // 4:
+            if self.credit_due_ms is None:
+                self.credit_due_ms = now_ms + EDGE_CARRIED_CREDIT_MS
             return []
-        return [Send(EdgeCredit(edge_id=self.edge_id, consumed_offset=end_offset), self.conn)]
+        return self._credit()
+
+    def tick(self, now_ms: int) -> list[Effect]:
+        """Tell what is due."""
+        return self._credit() if self.credit_due_ms is not None and now_ms >= self.credit_due_ms else []
+
+    def _credit(self) -> list[Effect]:
+        self._told, self.credit_due_ms = self.consumed, None
+        if not self.conn or self.failed:
+            return []
+        return [Send(EdgeCredit(edge_id=self.edge_id, consumed_offset=self.consumed), self.conn)]
 
     def _fail(self, reason: str, why: str) -> list[Effect]:
         self.failed = f"edge {self.edge_id}: {why}"

@@ -14,14 +14,24 @@ from typing import Protocol
 from common.bus import KeyPair
 from common.codec import BadEnvelope, Message, encode_body
 from common.edge_records import HEADER_BYTES, Record, RecordDecoder
-from common.edges.core import RELAY, Arrived, Dial, EdgeConsumer, EdgeDesk, EdgeProducer, Effect, Failed, Ready, Send
+from common.edges.core import (
+    CARRIED,
+    RELAY,
+    Arrived,
+    Dial,
+    EdgeConsumer,
+    EdgeDesk,
+    EdgeProducer,
+    Effect,
+    Failed,
+    Ready,
+    Send,
+)
 from common.edges.frames import decode_stream_message
 from common.edges.network import EdgeNetwork
 from common.edges.traffic import EdgeTraffic
+from common.messages.edge import EdgeCredit
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
-
-_CARRIED = b"bus:"
-"""Prefix of a connection id that stands for a peer on the bus."""
 
 
 class EdgeEvents(Protocol):
@@ -155,12 +165,15 @@ class EdgePort:
         """Bytes of an outbound edge that wait for credit."""
         return self._out[edge_id].core.held
 
-    def consumed(self, edge_id: int, end_offset: int) -> None:
-        """An inbound record's bytes are no longer needed."""
-        self.traffic.given_back(edge_id, end_offset, self._clock_ns())
+    def consumed(self, edge_id: int, end_offset: int) -> bool:
+        """An inbound record's bytes are no longer needed. True: `next_deadline` has become earlier."""
+        earlier = False
         for consumer in self._desk.consumers:
             if consumer.edge_id == edge_id:
-                self._consume(consumer, consumer.on_consumed(end_offset))
+                before = consumer.credit_due_ms
+                self._consume(consumer, consumer.on_consumed(end_offset, self._clock_ns() // 1_000_000))
+                earlier = before is None and consumer.credit_due_ms is not None
+        return earlier
 
     def carried(self, peer: bytes, frame: bytes, now_ms: int) -> None:
         """A stream message that came over the bus from node `peer`."""
@@ -171,7 +184,7 @@ class EdgePort:
             if out.path == RELAY and out.server_key == peer and getattr(message, "edge_id", -1) == edge_id:
                 self._answered(edge_id, out, message, now_ms)
                 return
-        self._inbound(_CARRIED + peer, message)
+        self._inbound(CARRIED + peer, message)
 
     # --- turning ----------------------------------------------------------------------------------------------
     def pump(self, now_ms: int) -> None:
@@ -182,6 +195,8 @@ class EdgePort:
         self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link)
         for edge_id, out in list(self._out.items()):
             self._produce(edge_id, out.core.tick(now_ms))
+        for consumer in self._desk.consumers:
+            self._consume(consumer, consumer.tick(now_ms))
         # What was sent just now may have taken events off a descriptor that would not wake us again.
         self._sockets.drain(self._on_inbound, self._on_outbound, self._on_link)
 
@@ -199,6 +214,7 @@ class EdgePort:
         if self._closed:
             return None
         times = [at for out in self._out.values() if (at := out.core.next_deadline()) is not None]
+        times += [at for consumer in self._desk.consumers if (at := consumer.credit_due_ms) is not None]
         return min(times, default=None)
 
     def reset(self) -> None:
@@ -279,8 +295,11 @@ class EdgePort:
         for effect in effects:
             match effect:
                 case Send():
-                    if effect.conn.startswith(_CARRIED):
-                        self._events.edge_carry(effect.conn.removeprefix(_CARRIED), effect.message)
+                    if isinstance(effect.message, EdgeCredit):
+                        offset = effect.message.consumed_offset
+                        self.traffic.given_back(effect.message.edge_id, offset, self._clock_ns())
+                    if effect.conn.startswith(CARRIED):
+                        self._events.edge_carry(effect.conn.removeprefix(CARRIED), effect.message)
                     else:
                         self._sockets.reply(effect.conn, encode_body(effect.message))
                 case Ready() if consumer is not None:

@@ -94,10 +94,14 @@ class StagePort:
 
     def consumed(self, generation: int, edge_id: int, end_offset: int) -> None:
         """An inbound record is no longer in use."""
+        earlier = False
         with self._lock:
             if self._edges is not None and generation == self._generation and not self._closed:
-                self._edges.consumed(edge_id, end_offset)
-        self._touched()
+                earlier = self._edges.consumed(edge_id, end_offset)
+        if earlier:  # it is the port thread that looks at deadlines
+            self._wake()
+        else:
+            self._touched()
 
     def _touched(self) -> None:
         """A send may have taken events off the descriptor: who watches it looks again. The main thread does before it

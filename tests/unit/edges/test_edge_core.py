@@ -21,7 +21,14 @@ from common.edges.core import (
     Ready,
     Send,
 )
-from common.limits import EDGE_DIAL_MS, EDGE_OPEN_MS, EDGE_REDIAL_MS, EDGE_RESUME_MS, EDGE_SILENT_MS
+from common.limits import (
+    EDGE_CARRIED_CREDIT_MS,
+    EDGE_DIAL_MS,
+    EDGE_OPEN_MS,
+    EDGE_REDIAL_MS,
+    EDGE_RESUME_MS,
+    EDGE_SILENT_MS,
+)
 from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, EdgeRefused, EdgeWelcome
 
 TOKEN, RUN, EDGE, CAPACITY = b"t" * 16, b"r" * 16, 5, 300_000
@@ -95,7 +102,7 @@ class Wire:
 
     def consume(self) -> None:
         if self.records:
-            self.do(self.consumer.on_consumed(self.records[-1].end_offset), back=True)
+            self.do(self.consumer.on_consumed(self.records[-1].end_offset, self.now), back=True)
 
     def cut(self) -> None:
         self.do(self.producer.on_link(False, self.now))
@@ -328,3 +335,25 @@ def test_any_data_frames_leave_the_consumer_sane(frames: list[tuple[int, bytes]]
     for offset, data in frames:
         mine.on_data(EdgeData(edge_id=EDGE, offset=offset, data=data), b"c")
         mine.check()
+
+
+def test_credits_over_the_bus_go_together() -> None:
+    """At once when a quarter of the window is used, else 50 ms after the first; a welcome tells it, too."""
+    end = consumer(4000)
+    hello = EdgeHello(token=TOKEN, edge_id=EDGE, run=RUN)
+
+    def credit(offset: int) -> list[Send]:
+        return [Send(EdgeCredit(edge_id=EDGE, consumed_offset=offset), b"bus:p")]
+
+    end.on_hello(hello, b"bus:p")
+    end.received = 4000
+    assert end.on_consumed(100, 1000) == end.on_consumed(200, 1040) == []
+    assert end.credit_due_ms == 1000 + EDGE_CARRIED_CREDIT_MS and end.tick(1049) == []
+    assert end.tick(1050) == credit(200) and end.credit_due_ms is None
+    assert end.on_consumed(1100, 1060) == []
+    assert end.on_consumed(1200, 1061) == credit(1200), "a quarter of the window"
+    end.on_consumed(1300, 1062)
+    end.on_hello(hello, b"bus:p")
+    assert end.credit_due_ms is None and end.tick(2000) == []
+    end.on_hello(hello, b"direct")
+    assert end.on_consumed(1400, 1063) == [Send(EdgeCredit(edge_id=EDGE, consumed_offset=1400), b"direct")]
