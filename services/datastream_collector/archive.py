@@ -2,7 +2,8 @@
 
 A process that is killed at any instant leaves at most its last line torn; the next one starts on a fresh line and
 continues the numbering. Records hold S1's seven fields in S1's order, then `collected`: {unix_ms, producer,
-producer_seq}, the collection metadata that S1 3.9 allows; from it a restarted collector knows what it has already.
+producer_seq, run_boot}, the collection metadata that S1 3.9 allows; from it a restarted collector knows what it has
+already, and whether the run that it finds is the archived one.
 
 Rotation is one generation: beyond archive_max_bytes FILE becomes FILE.1 (replacing the last one).
 """
@@ -40,6 +41,7 @@ class Collected(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_ms: int = 0
     producer: str = ""
     producer_seq: int = 0
+    run_boot: int = 0
 
 
 class FrameArchiveRecord(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ def encode_record(seq: int, frame: CollectedFrame) -> bytes:
         frame.channel_id,
         frame.position,
         encode_payload(frame.payload),
-        Collected(frame.unix_ms, frame.producer, frame.producer_seq),
+        Collected(frame.unix_ms, frame.producer, frame.producer_seq, frame.run_boot),
     )
     return _encoder.encode(record) + b"\n"
 
@@ -225,6 +227,7 @@ def _recovered(heads: list[_Head], *, whole: bool) -> Recovered:
             # Positions start again: a later run of the same stream id in the same file.
             stream = streams[head.stream] = RecoveredStream()
         stream.position = head.position
+        stream.run_boot = head.collected.run_boot
         stream.channels[head.channel] = head.channel_id
         if head.collected.producer_seq:
             producers.setdefault(head.collected.producer, SeqRanges()).add(head.collected.producer_seq)

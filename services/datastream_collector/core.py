@@ -127,7 +127,6 @@ class CollectorActor(ServiceActor):
         self._open_error_told = 0
         self._flush_to: list[bytes] = []
         self._stopping = False
-        self._run_boot = 0
 
     # --- life -------------------------------------------------------------------------------------------------
     def on_config(self, config: CollectorSlice, ctx: Ctx) -> None:
@@ -235,10 +234,10 @@ class CollectorActor(ServiceActor):
             self._take(message, sender, ctx)
 
     def _take(self, msg: Observe | Gap | StreamFrames, sender: bytes, ctx: Ctx) -> None:
+        self._new_run(ctx)
         if isinstance(msg, StreamFrames):
             self._accept(msg, sender, ctx)
             return
-        self._new_run(ctx)
         stream = self._own(ctx)
         if isinstance(msg, Gap):
             frames = stream.lost(msg.first, msg.last, sender, ctx.wall_ms)
@@ -281,16 +280,10 @@ class CollectorActor(ServiceActor):
         stream = self._stream
         if stream is None:
             raise RuntimeError("frames before the stream was started")  # a bug here: _start comes first
-        if not stream.started and self._is_archived_run(ctx):
-            # The first to speak may be somebody who had said nothing before the restart.
-            stream.resume()
+        if not stream.started and ctx.views.routes.named(Role.ORCHESTRATOR) is None:
+            # Last words of the archived run, if somebody of it is still there; the first to speak may be a new one.
+            stream.resume_if_archived(route.address for route in ctx.views.routes.entries())
         return stream
-
-    def _is_archived_run(self, ctx: Ctx) -> bool:
-        """Whether the run that the archive ends with still is, or its last words come: until the next orchestrator."""
-        archived = [r.role for r in ctx.views.routes.entries() if self._stream and self._stream.has_archived(r.address)]
-        is_over = ctx.views.routes.named(Role.ORCHESTRATOR) is None
-        return bool(archived) if is_over else Role.ORCHESTRATOR in archived
 
     def _publish(self, frames: list[CollectedFrame], ctx: Ctx) -> None:
         for frame in frames:
@@ -304,14 +297,9 @@ class CollectorActor(ServiceActor):
 
     def _new_run(self, ctx: Ctx) -> None:
         route = ctx.views.routes.named(Role.ORCHESTRATOR)
-        if route is None or route.boot == self._run_boot:
-            return
-        stream = self._stream
-        if stream is not None and (self._run_boot or stream.resumed) and not self._is_archived_run(ctx):
+        if self._stream is not None and route is not None and self._stream.begin(route.boot):
             # One orchestrator process is one run (design.md 2).
-            stream.next_life()
             self._flows = Flows()
-        self._run_boot = route.boot
 
     def _watch_early(self, ctx: Ctx) -> None:
         if (deadline := self._flows.next_deadline()) is not None:

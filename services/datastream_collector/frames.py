@@ -16,7 +16,8 @@ class CollectedFrame:
     """One frame with its identity (S1 3.9, 8.10); payload is byte for byte what the producer sent.
 
     source: the archive's source; stream: "mvp-orchestrator/1". unix_ms, producer (16 hex digits of the sending
-    actor) and producer_seq are collection metadata: producer_seq is 0 for frames that keep their own positions.
+    actor), producer_seq and run_boot are collection metadata: producer_seq is 0 for frames that keep their own
+    positions, run_boot (of the run's orchestrator) also before the first orchestrator.
     """
 
     source: str
@@ -28,6 +29,7 @@ class CollectedFrame:
     unix_ms: int = 0
     producer: str = ""
     producer_seq: int = 0
+    run_boot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,11 @@ class CursorGap:
 
 @dataclass(slots=True)
 class RecoveredStream:
-    """What an archive says of one stream: its highest position and its channels by name."""
+    """What an archive says of one stream: its highest position, whose run that was, and its channels by name."""
 
     position: int = -1
     channels: dict[str, int] = field(default_factory=dict)
+    run_boot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from common.addresses import short
@@ -50,8 +50,8 @@ class OwnStream:
         self.channels: dict[str, int] = {name: at for at, name in enumerate(CORE_CHANNELS, 1)}
         self.next_position = 0
         self.started = False
-        self.resumed = False
-        """It goes on where the archive ends."""
+        self.run_boot = 0
+        """Of the orchestrator whose run this is; 0 before the first one."""
         self._recovered = recovered or Recovered()
         # What is below the lowest number that the archive's tail shows was archived before.
         self._producers: OrderedDict[str, Producer] = OrderedDict(
@@ -90,8 +90,19 @@ class OwnStream:
         producer.seen.add(first, last)
         return [self.gap(self.name, name, low, high, "overrun", wall_ms) for low, high in holes]
 
-    def next_life(self) -> None:
-        """Another run begins: positions and channels start again; what was seen of each producer stays seen."""
+    def begin(self, boot: int) -> bool:
+        """An orchestrator is there: its run, or after a restart of the collector the one that the archive ends with,
+        goes on; else positions and channels start again, which is True. What was seen of each producer stays seen."""
+        if boot == self.run_boot:
+            return False
+        if self._may_resume(boot):
+            self._resume()
+        is_next, self.run_boot = self.run_boot not in (0, boot), boot
+        if is_next:
+            self._start_again()
+        return is_next
+
+    def _start_again(self) -> None:
         self.channels = {name: at for at, name in enumerate(CORE_CHANNELS, 1)}
         self._next_channel = len(self.channels) + 1
         self.next_position = 0
@@ -115,7 +126,16 @@ class OwnStream:
         position = self.next_position
         self.next_position += 1
         return CollectedFrame(
-            source, self.name, channel, self._channel(channel), position, payload, wall_ms, producer, seq
+            source,
+            self.name,
+            channel,
+            self._channel(channel),
+            position,
+            payload,
+            wall_ms,
+            producer,
+            seq,
+            self.run_boot,
         )
 
     def _channel(self, name: str) -> int:
@@ -133,22 +153,27 @@ class OwnStream:
             known = self._producers[name] = Producer()
             if len(self._producers) > PRODUCERS_MAX:
                 self._producers.popitem(last=False)
-        elif known.recovered:
-            self.resume()
+        elif known.recovered and self._may_resume(self.run_boot):
+            self._resume()
         self._producers.move_to_end(name)
         return known
 
-    def has_archived(self, sender: bytes) -> bool:
-        """Whether the archive names this producer."""
-        return short(sender) in self._recovered.producers
+    def resume_if_archived(self, actors: Iterable[bytes]) -> None:
+        """These are there, and no orchestrator: if the archive names one of them, this is still its last run."""
+        if any(short(actor) in self._recovered.producers for actor in actors):
+            self._resume()
 
-    def resume(self) -> None:
-        """A producer of the archived run is still there: this is that run, after a restart of the collector. Nothing
-        happens once there is a frame."""
+    def _may_resume(self, boot: int) -> bool:
+        old = self._recovered.streams.get(self.name)
+        # Where the archive knows of no orchestrator, the first one after it is that run's.
+        return old is not None and not self.started and (not boot or old.run_boot in (0, boot))
+
+    def _resume(self) -> None:
+        """This is the archived run, after a restart of the collector. Nothing happens once there is a frame."""
         old = self._recovered.streams.get(self.name)
         if old is None or self.started:
             return
-        self.resumed = True
+        self.run_boot = old.run_boot
         self.next_position = old.position + 1
         self.channels.update(old.channels)
         self._next_channel = max(self.channels.values()) + 1

@@ -199,6 +199,12 @@ def test_frames_are_not_sent_to_a_collector_that_only_old_routes_name() -> None:
         play(plan(*faults, light=False, stages=2, hwm=50, seed=seed, clients=[]))
 
 
+def test_positions_go_on_when_the_collector_dies_before_the_orchestrator_has_said_anything() -> None:
+    """Only the router stood in the archive: the restarted collector took the run for another one."""
+    frozen, crash = FaultAt(876, "freeze", 0.41, 0.95), FaultAt(1915, "crash", 0.744, 0.8)
+    play(plan(frozen, crash, light=False, hwm=50, delay_ms=(10, 80), seed=3173, skew=True, clients=[]))
+
+
 def test_a_token_edge_that_failed_while_the_bus_was_down_does_not_open_for_prompts() -> None:
     """The gateway said once that token-in had failed, on a bus that was down; then it opened, and prompts hung."""
     faults = [FaultAt(1523, "gateway_apart", 0.65, 0.66), FaultAt(1895, "edge_blocked", 0.61, 0.021)]

@@ -356,7 +356,7 @@ def test_the_next_orchestrator_gets_a_stream_of_its_own() -> None:
 
 # --- a restarted collector -------------------------------------------------------------------------------------
 def recovered(seqs: list[tuple[int, int]]) -> Recovered:
-    stream = RecoveredStream(41, {**{name: at for at, name in enumerate(CORE_CHANNELS, 1)}, "own": 12})
+    stream = RecoveredStream(41, {**{name: at for at, name in enumerate(CORE_CHANNELS, 1)}, "own": 12}, run_boot=7)
     return Recovered({"mvp-orchestrator/1": stream}, {short(PRODUCER): seqs})
 
 
@@ -370,18 +370,27 @@ def test_a_restarted_collector_continues_where_its_archive_ends() -> None:
 
 @pytest.mark.spec("S1 8.2")
 def test_a_restarted_collector_continues_although_somebody_new_speaks_first() -> None:
-    """Positions began again in the middle of a run, and the next restart archived all that was before once more."""
-    bench = Bench(recovered=Recovered(recovered([]).streams, {short(ORCHESTRATOR): [(1, 40)]}))
+    """Positions began again in the middle of a run, also where the orchestrator itself had said nothing before."""
+    bench = Bench(recovered=recovered([(1, 40)]))
     bench.route(boot=7)
     bench.tell(observe(1, b"first"), OTHER)
-    bench.tell(observe(41, b"then"), ORCHESTRATOR)
+    bench.tell(observe(41, b"then"), PRODUCER)
     assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"first"), (43, b"then")]
+    assert {frame.run_boot for frame in bench.archived} == {7}
+
+
+def test_a_restarted_collector_gives_another_orchestrator_a_stream_of_its_own() -> None:
+    """Although services speak that the archive knows: they outlive the run."""
+    bench = Bench(recovered=recovered([(1, 40)]))
+    bench.route(boot=8)
+    bench.tell(observe(41, b"next"), PRODUCER)
+    assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(0, 8)]
 
 
 def test_last_words_after_a_restart_belong_to_the_run_that_is_over_and_the_next_one_starts_afresh() -> None:
     """The orchestrator is gone; a service that had said nothing yet speaks first, beside one that the archive knows."""
     bench = Bench(recovered=recovered([(1, 40)]))
-    bench.route(boot=7, address=PRODUCER, role=Role.PROVISIONER)
+    bench.route(boot=3, address=PRODUCER, role=Role.PROVISIONER)
     bench.tell(observe(1, b"late"), OTHER)
     bench.route(boot=8)
     bench.tell(observe(2, b"next"), OTHER)

@@ -113,15 +113,15 @@ def test_an_old_archive_says_what_it_holds_of_the_last_run(tmp_path: Path) -> No
     path = tmp_path / "a.jsonl"
     archive = FrameArchive(str(path))
     for position in range(5):
-        archive.append(frame(position, producer="old" * 5, channel="gone", channel_id=9))
+        archive.append(frame(position, producer="old" * 5, channel="gone", channel_id=9, run_boot=3))
     for position in range(3):
-        archive.append(frame(position, producer_seq=position + 11))
+        archive.append(frame(position, producer_seq=position + 11, run_boot=4 if position else 0))
         archive.append(frame(position, stream="2/1", source="node_cluster", producer_seq=0))
     again = FrameArchive(str(path)).recovered
     # Who spoke in an earlier run may still be there, and repeats it to a collector that is started again.
     assert again.producers == {"old" * 5: [(1, 5)], "aa" * 8: [(11, 13)]}
     assert set(again.streams) == {"mvp-orchestrator/1"}
-    assert again.streams["mvp-orchestrator/1"].position == 2
+    assert again.streams["mvp-orchestrator/1"].position == 2 and again.streams["mvp-orchestrator/1"].run_boot == 4
     assert again.streams["mvp-orchestrator/1"].channels == {"mvp.orch.bootstrap": 2}
     assert again.positions == {("aa" * 8, "2/1"): [(0, 2)]}
     assert again.whole
