@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from common.addresses import Plane, Role
+from common.limits import LEASE_TTL_MS
 from tests.sim.bus_world import Connection
 from tests.sim.cluster_clients import Script
 from tests.sim.cluster_forge import forge
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FAULTS_MS = 22_000
 STARTED_MS = 4_000  # by then most runs serve
 LIGHT_APART_MS = 9_000
+LONG_MS = 2 * LEASE_TTL_MS
+"""Some seeds last beyond every lease, confirmation and push-pull, before all heals."""
 FOR_EVER_MS = 10**9
 STOP_KINDS = ("stop_word", "sigterm")
 SURVIVED = (
@@ -122,6 +125,10 @@ def draw(seed: int) -> Plan:
     for script in plan.clients:
         script.max_tokens = more.choice([0, 0, max(1, script.tokens // 2)])
     plan.restart = not light and more.random() < 0.25
+    is_long, late_ms = more.random() < 0.06, more.randint(LEASE_TTL_MS, LONG_MS)
+    if is_long:
+        plan.safety_ms = LONG_MS
+        plan.clients[-1].at_ms = more.randint(LEASE_TTL_MS, LONG_MS)
     survived = (*SURVIVED, *SURVIVED_STAGES, *SURVIVED_STAGES) if is_staged else SURVIVED
     deadly = (*DEADLY, *DEADLY_STAGES) if is_staged else DEADLY
     if light:
@@ -129,6 +136,8 @@ def draw(seed: int) -> Plan:
         for _ in range(rng.randint(1, 3)):
             plan.faults.append(FaultAt(at, rng.choice(survived), rng.random(), rng.random()))
             at += LIGHT_APART_MS + rng.randint(0, 4000)
+        if is_long:
+            plan.faults[-1] = replace(plan.faults[-1], at_ms=late_ms)
         return plan
     kinds = list(rng.sample(survived, rng.randint(1, 5)))
     kinds += rng.sample(deadly, rng.choice([0, 1, 1, 2]))
@@ -142,9 +151,11 @@ def draw(seed: int) -> Plan:
         kind = rng.choice(kinds)
         at = 0 if kind in (*PROVIDER, "plan_error") else rng.randint(0, rng.choice([STARTED_MS, FAULTS_MS]))
         plan.faults.append(FaultAt(at, kind, rng.random(), rng.random()))
+    if is_long and plan.faults[-1].at_ms:
+        plan.faults[-1] = replace(plan.faults[-1], at_ms=late_ms)
     plan.faults.sort(key=lambda fault: fault.at_ms)
     # Long faults need their time before all heals.
-    plan.safety_ms = plan.faults[-1].at_ms + rng.choice([0, 0, 8000, 20_000])
+    plan.safety_ms = max(plan.safety_ms, plan.faults[-1].at_ms + rng.choice([0, 0, 8000, 20_000]))
     return plan
 
 
