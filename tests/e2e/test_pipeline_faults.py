@@ -77,6 +77,12 @@ class Cell:
         return self.harm in ("flicker", "corrupt") or self.part == "edge" or (self.part, self.harm) == ("relay", "kill")
 
     @property
+    def may_finish(self) -> bool:
+        """Tokens go past the agent of any stage but the last, whose engine's tokens are decoded through it: the answer
+        may be whole long before the frozen agent is lost."""
+        return (self.part, self.harm) == ("agent", "freeze") and self.stage < STAGES - 1
+
+    @property
     def says(self) -> list[str]:
         """What is found in the message of a run that fails."""
         node = f"node {self.stage + 2} stage {self.stage}"
@@ -247,5 +253,8 @@ def assert_fails(stack: Stack, cell: Cell, asker: Asker | None) -> None:
         return
     terminals = [line["type"] for line in asker.terminals()]
     # A gateway that is gone cannot tell its client; then the orchestrator has it on record (design.md 2).
+    if cell.may_finish and terminals == ["done"]:
+        assert [record.status for record in ended] == ["ready"], ended
+        return
     assert terminals == ([] if cell.part == "gateway" else ["fault"]), asker.lines[-3:]
     assert [record.status for record in ended] == ["failed"], ended
