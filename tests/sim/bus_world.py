@@ -250,11 +250,13 @@ class Door(Process):
 class Member(Process):
     """A service or a worker."""
 
+    NODE: ClassVar[type[Node]] = Node
+
     def __init__(self, world: BusWorld, name: str, role: Role, door: str, boot: int) -> None:
         super().__init__(world, name)
         self.boot = boot
         key = key_of(name)
-        self.node = Node(
+        self.node = self.NODE(
             Identity(key, role, boot, name),
             rng=random.Random(world.rng.getrandbits(64)),
             new_address=world.new_address,

@@ -90,7 +90,7 @@ def _reports(worker: SimWorker, off: int) -> None:
         ObserveStageStopped(**short),
     ]
     for report in reports:
-        worker.host.node.system.post(mine.orchestrator, report, src=worker.agent)
+        worker.host.node.forge(worker.agent, mine.orchestrator, report)
 
 
 def _answers(cluster: Cluster, worker: SimWorker, b: float) -> None:
@@ -103,10 +103,10 @@ def _answers(cluster: Cluster, worker: SimWorker, b: float) -> None:
     next_id = loop.next_id if loop else gateway._next_prompt_id
     to_come = [work.prompt_id for work in loop.queue] if loop else []
     over = [number for number in range(max(0, next_id - 10), next_id) if number not in (active, *to_come)]
-    post, mine = worker.host.node.system.post, host.node.system
+    mine = host.node.system
     for number in {*over[-1:], FAR_ID + int(b * 1000)}:
         for dst, event in _answers_of(gateway, cluster.address(Role.GATEWAY), number, worker.stage):
-            post(dst, event, src=worker.agent)
+            worker.host.node.forge(worker.agent, dst, event)
     # Over the network, an answer to the next request may arrive when that one is active: then it is not foreign any
     # more. So these are handled here and now, and nothing else with them.
     if mine.busy:
@@ -146,17 +146,17 @@ def _answers_of(gateway: GatewayActor, address: bytes, number: int, stage: int) 
 def _orders(cluster: Cluster, worker: SimWorker, off: int) -> None:
     """At the agent's door: orders for somebody else."""
     mine, me = worker.identity, cluster.address(Role.ORCHESTRATOR)
-    post = cluster.hosts[Role.ORCHESTRATOR].node.system.post
+    node = cluster.hosts[Role.ORCHESTRATOR].node
     wrong = RuntimeReadyAck(
         run_id=mine.run_id + (off == 0),
         node_id=mine.node_id + 7 * (off == 1),
         stage_index=mine.stage_index + 7 * (off == 2),
         readiness_id=1,
     )
-    post(worker.agent, wrong, src=me)
+    node.forge(me, worker.agent, wrong)
     ack = RuntimeReadyAck(run_id=mine.run_id, node_id=mine.node_id, stage_index=mine.stage_index, readiness_id=9)
-    post(worker.agent, ack, src=me)
-    post(worker.agent, StopRun(run_id=mine.run_id + 1), src=me)
+    node.forge(me, worker.agent, ack)
+    node.forge(me, worker.agent, StopRun(run_id=mine.run_id + 1))
 
 
 def _usurp(cluster: Cluster, worker: SimWorker, orchestrator: Identity) -> None:

@@ -295,6 +295,13 @@ def test_a_prompt_ends_although_its_worker_was_out_of_reach_for_a_while() -> Non
 
 
 # --- the simulation itself ----------------------------------------------------------------------------------------
+def test_nobody_hears_that_words_forged_in_his_name_could_not_be_delivered() -> None:
+    """Runs ended for acknowledgements that the simulation had sent for them to a worker out of reach."""
+    forged, apart = FaultAt(2500, "forge", 0.5, 0.5), FaultAt(1000, "partition", 0.97, 0.99)
+    outcome = play(plan(apart, forged, light=False, clients=[], safety_ms=30_000))
+    assert outcome.served and outcome.ended == [(0, "")]
+
+
 def test_a_failing_plan_is_shortened_to_the_faults_that_matter() -> None:
     faults = [FaultAt(at, "stall", 0.1, 0.1) for at in range(5)]
     faults[3] = FaultAt(3, "crash", 0.5, 0.5)
