@@ -76,6 +76,8 @@ class ProvisionerActor(Replacing):
         super().__init__()
         self._run = Run(epoch=1)
         self._stopping: Stopping | None = None
+        self._exiting = False
+        """All is stopped and the process ends: what comes while its last words leave starts nothing any more."""
         self._held: tuple[bytes, PrepareProvider] | None = None
         """A PrepareProvider that has to wait: for the config slice, or for the end of the run before."""
         self._admissions = Admissions()
@@ -127,6 +129,7 @@ class ProvisionerActor(Replacing):
             case _ if key == _OWNER_FAST:
                 self._stop_all(Stopping(fast=True), ctx)
             case _ if key == _OWNER_EXIT:
+                self._exiting = True
                 ctx.effect(Exit(1, "workers may be left; the next start stops them by the ledger"))
             case _:
                 super().on_timer(key, ctx)
@@ -163,7 +166,7 @@ class ProvisionerActor(Replacing):
 
     # --- prepare ----------------------------------------------------------------------------------------------
     def _prepare(self, sender: bytes, msg: PrepareProvider, ctx: Ctx) -> None:
-        if self._stopping is not None or self.config is None:
+        if self._stopping is not None or self._exiting or self.config is None:
             self._held = (sender, msg)
             return
         run = self._run
@@ -210,6 +213,9 @@ class ProvisionerActor(Replacing):
     def _start(self, msg: StartNode, ctx: Ctx) -> None:
         run, spec = self._run, msg.spec
         known = run.nodes.get(spec.node_id)
+        if self._exiting:
+            ctx.reply(failed(spec, "the provisioner ends"))
+            return
         if known is not None and run.nonce == msg.run:
             if spec.attempt > (known.successor or known).spec.attempt and self._stopping is None:
                 self._replace(known, WorkerNode(spec, msg.orchestrator, ctx.sender_node), ctx)
@@ -466,6 +472,7 @@ class ProvisionerActor(Replacing):
         if stopping.clear_after:
             self._run = Run(epoch=run.epoch + 1)
         if stopping.exit_after:
+            self._exiting = True
             ctx.effect(Exit(1 if run.guard.first_error else 0, run.guard.first_error))
         else:
             self._resume_held(ctx)

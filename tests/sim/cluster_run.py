@@ -44,7 +44,7 @@ from tests.sim.cluster_archive import SimDisk
 from tests.sim.cluster_clients import Client, Script, SimTcp
 from tests.sim.cluster_engine import SimWorker, answer
 from tests.sim.cluster_faults import Plan, do, draw, prepare
-from tests.sim.cluster_provider import SimProvider
+from tests.sim.cluster_provider import ProviderFaults, SimProvider
 from tests.sim.cluster_stage import GatewayEdges, Vocabulary, plan_job
 from tests.sim.cluster_watch import Watch
 from tests.sim.cluster_world import ClusterWorld, SimHost, Violation
@@ -404,6 +404,8 @@ def _second_run(cluster: Cluster) -> None:
     """Hosted services wait for the next run: another orchestrator serves, whatever became of the first."""
     cluster.watch.runs_ended()
     cluster.stop_asked = False
+    # What the first run never came to ask of the provider is not planted in the next one.
+    cluster.provider.faults = ProviderFaults()
     cluster.world.run(5_000)
     cluster.start(Role.ORCHESTRATOR)
     cluster.watch.new_run()

@@ -182,6 +182,20 @@ def test_without_its_owner_it_stops_all_without_the_bus_and_exits(ready: Play) -
     assert ready.effects() == [Exit(0)]
 
 
+@pytest.mark.spec("S1 4.13")
+@pytest.mark.parametrize("end", [OwnerGone(), StopSignal("SIGTERM", 1)])
+def test_what_is_asked_for_while_its_last_words_leave_starts_nothing(ready: Play, end: object) -> None:
+    """A StartNode that was on its way when the launcher died started a worker that nobody stopped."""
+    ready.live(1)
+    ready.harness.tell(end)
+    ready.done(ready.job("stop_node"))
+    assert ready.effects() == [Exit(0)]
+    ready.sent()
+    ready.order(start_node(2))
+    assert ready.sent() == [NodeFailed(node_id=2, stage_index=1, error="the provisioner ends")]
+    assert ready.effects() == []
+
+
 def test_without_its_owner_it_is_gone_in_time_whatever_hangs(ready: Play) -> None:
     ready.live(1)
     ready.harness.tell(OwnerGone())
