@@ -11,7 +11,7 @@ from common.messages.bus import Admit, Admitted
 from common.messages.provision import CompleteBootstrap, PrepareProvider, StopNodes
 from common.messages.service import Lease, RunEnded
 from services.provisioner.plugin import Exited, PluginNodeHandle
-from services.provisioner.state import Minted, NodeObserved, Prepared
+from services.provisioner.state import Minted, NodeObserved, Prepared, Rechecked
 from tests.unit.provisioner.playbook import ORCHESTRATOR, ROUTER, Play, start_node
 
 OTHER = b"p" * 32
@@ -106,6 +106,8 @@ class ProvisionerMachine(RuleBasedStateMachine):
                     self.running.add(handle_id)
             case "discard":
                 self.running.discard(job.args["minted"].handle_id)
+            case "recheck":
+                result = Rechecked()
             case "stop_node":
                 # Attempted is all that is asked for: a stop that fails stays in the ledger.
                 self.running.discard(job.args["handle"].id)
