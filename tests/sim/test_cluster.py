@@ -250,15 +250,6 @@ def test_a_run_that_restarts_lost_workers_goes_on(stages: int, kind: str) -> Non
         assert outcome.ended == [(0, "")] and outcome.served
 
 
-@pytest.mark.spec("S1 9.10", "S1 10.10")
-def test_an_answer_whose_end_could_not_be_sent_to_the_decoder_ends() -> None:
-    """All its text was there; the last DecodeTokens, without tokens, failed with the bus, and nobody waited for it."""
-    drawn = draw(25_231)
-    drawn.feedback = "direct"
-    outcome = play(drawn)
-    assert outcome.ended[0][0] == 1 and "could not be sent to the worker" in outcome.ended[0][1]
-
-
 def test_a_worker_that_is_lost_while_the_gateway_is_frozen_is_not_served_with() -> None:
     """Both attempts' RestoreServing came at once: the gateway kept to the first one's worker, which was dead."""
     deaths = FaultAt(9761, "engine_death", 0, 0.5), FaultAt(14_950, "engine_death", 0, 0.5)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from common.edge_records import Record, decode_tokens, encode_tokens
+from common.effects import SendFailed
 from common.limits import TEXT_DELTA_COALESCE_MS
 from common.messages.edge import BeginSequence
 from common.messages.node_agent import CancelRequest, DecodeTokens, EncodePrompt
@@ -180,6 +181,20 @@ def test_a_decoder_that_answers_other_tokens_faults_the_prompt(text: str, length
     rig.tell(TokensDecoded(request_id=asked.request_id, text=text, lengths=lengths), dst=asked.reply_to)
     says = f"the decoder's answer does not fit its question: 2 characters, lengths {lengths} for 1 tokens"
     assert rig.lines(conn)[-1]["error"] == says
+
+
+@pytest.mark.spec("S1 9.10", "S1 10.10")
+def test_an_answer_whose_end_could_not_be_sent_to_the_decoder_ends() -> None:
+    """All its text was there; the last DecodeTokens, without tokens, failed with the bus, and nobody waited for it."""
+    rig = PipelineRig("encode begin token cancel", length=1).open()
+    conn = rig.connect()
+    rig.ask(conn, 1, "hi")
+    rig.step("decode")
+    (end,) = rig.todo["decode"]
+    assert end.last and not end.tokens
+    rig.tell(SendFailed(STAGES[-1], end, "link_down"))
+    fault = rig.lines(conn)[-1]
+    assert fault["type"] == "fault" and "could not be sent to the worker" in fault["error"]
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
