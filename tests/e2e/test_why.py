@@ -40,7 +40,9 @@ def test_a_part_that_is_killed_is_the_cause(part: str, cause: str) -> None:
         assert stack.stderr.strip().endswith(lines[2].removeprefix("cause: ")), "the archive and stderr say the same"
         assert lines[3].startswith("what to do: ") and "oom" in lines[3]
         timeline = lines[lines.index("timeline:") + 1 :]
-        assert "orch_exit failed" in timeline[-1] and len(timeline) > 20
+        assert len(timeline) > 20
+        # A worker that ends by itself may be reported gone after that.
+        assert any("orch_exit failed" in line for line in timeline[-3:])
 
 
 @pytest.mark.spec("S1 10.15")
