@@ -314,6 +314,9 @@ class RunActor(RestartingRun):
         elif not isinstance(msg.message, ConfigGet):
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             error = f"{what} could not be delivered: {reason}"
+            role = next((role for role, (address, _) in self.services.items() if address == msg.dst), None)
+            if role is not None and msg.reason in ("unroutable", "peer_lost"):
+                error = f"the {str(role).replace('_', ' ')} did not answer: {error}"
             if worker is not None and self.restarting:
                 self.thwarted(ctx, error, worker)
             else:

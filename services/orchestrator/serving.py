@@ -209,6 +209,7 @@ class Serving(Closing):
     def prompt_active(self, msg: PromptActive, ctx: Ctx) -> None:
         """The gateway's slot: taken, or free again."""
         self._prompt = None if msg.ended else msg
+        self._gateway_kept_ms = ctx.now_ms  # it may hang before it has ever answered a lease
 
     def _fault_orphan(self, error: str, ctx: Ctx) -> None:
         """The gateway can end this request no more: its one terminal fault is on record here (design.md 2)."""

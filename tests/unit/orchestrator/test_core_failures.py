@@ -408,6 +408,17 @@ def test_failed_send_belongs_to_the_phase_that_attempted_it(phase: Phase, messag
     assert failed["detail"]["error"] == f"{what} could not be delivered: queue full"
 
 
+@pytest.mark.spec("S1 10.12")
+def test_a_service_that_cannot_be_reached_is_named() -> None:
+    play = Play().until(Phase.RPC)
+    opening = OpenPromptRpc(
+        run_id=7, node_id=3, mode="direct", encode_actor=b"a" * 32, decode_actor=b"a" * 32, nodes=[]
+    )
+    play.tell(SendFailed(ADDRESS[Role.GATEWAY], opening, "unroutable"))
+    says = "the prompt gateway did not answer: OpenPromptRpc could not be delivered: unroutable"
+    assert play.failure()["detail"]["error"] == says
+
+
 # --- limits (design.md 6 row 14) --------------------------------------------------------------------------------
 def test_each_new_fact_extends_the_readiness_limit_but_flapping_does_not() -> None:
     play = Play().until(Phase.READINESS)

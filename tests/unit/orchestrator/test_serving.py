@@ -55,6 +55,15 @@ def test_a_word_of_suspension_that_did_not_reach_the_gateway_is_said_again(state
 
 
 @pytest.mark.spec("S1 10.10", "S1 9.10")
+def test_a_gateway_that_hangs_with_its_first_prompt_is_lost_although_it_has_answered_no_lease_yet() -> None:
+    play = Play().until(Phase.SERVING)
+    play.gateway(PromptActive(request_id=9, prompt_id=1))
+    play.harness.views.link_up = True
+    play.harness.advance(WORKER_SILENT_MS_SERVING + 10_000)
+    assert play.run.result.text == "the prompt gateway did not answer for 60 s while serving prompts"
+
+
+@pytest.mark.spec("S1 10.10", "S1 9.10")
 def test_a_gateway_that_answers_no_lease_is_lost_like_a_worker() -> None:
     """Its active request has its one fault on record; a broken way to the bus says nothing of the gateway."""
     play = Play().until(Phase.SERVING)
