@@ -95,6 +95,8 @@ class Cell:
                 return [node, "SIGKILL"]
             case "engine", "freeze":
                 return [node, "no progress"]
+            case "gateway", "freeze" if self.phase == "loading":
+                return ["gateway", " answer"]  # by a stage whose edge leads there, or by the orchestrator
             case "gateway", _:
                 return ["gateway", "SIGKILL" if self.harm == "kill" else "did not answer"]
             case _:
