@@ -86,6 +86,9 @@ class Port:
 
     def send(self, message: Message) -> None:
         self._outgoing.append(message)
+        held = self._delta
+        if isinstance(message, TokenDelta) and held is not None and held.text:
+            return  # looked for when that is due: a wake-up for each token takes the interpreter from the next step
         self.wake()
 
     def tell(self, message: Message) -> None:
@@ -129,6 +132,8 @@ class Port:
             if self._delta is not None and self._delta.text:
                 due = max(0.0, (self._delta_due - time.monotonic()) * 1000)
                 timeout = due if timeout is None else min(due, timeout)
+            if self._outgoing:  # came while the delta that it was to join left
+                timeout = 0
             for descriptor, event in poll.poll(timeout):
                 if descriptor == self._event:
                     os.eventfd_read(self._event)

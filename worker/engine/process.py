@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from common.codec import Message
 from common.free_memory import free_memory
 from common.gguf import GgufError
-from common.limits import TEXT_DELTA_COALESCE_MS
 from common.messages.engine import (
     ConfigureRole,
     EngineDecode,
@@ -217,28 +216,17 @@ class EngineProcess:
         self._page.enter(Phase.IDLE)
 
     def _generate(self, request_id: int, generation: Generation) -> None:
-        """Step by step, so that a cancel takes effect within one chunk or token. Tokens that come fast are told
-        together: each message wakes two threads that want the interpreter before the next step."""
+        """Step by step, so that a cancel takes effect within one chunk or token."""
         from worker.engine.generate import Finished
-
-        text, tokens, told = "", 0, 0.0
-
-        def tell() -> None:
-            nonlocal text, tokens, told
-            if tokens or text:
-                self._port.send(TokenDelta(request_id=request_id, text=text, tokens=tokens))
-            text, tokens, told = "", 0, time.monotonic()
 
         while not generation.finished:
             if self._mailbox.is_cancelled(request_id):
                 generation.cancel()
             for event in generation.step():
                 if not isinstance(event, Finished):
-                    text, tokens = text + event.text, tokens + len(event.token_ids)
-                    if time.monotonic() - told >= TEXT_DELTA_COALESCE_MS / 1000:
-                        tell()
+                    delta = TokenDelta(request_id=request_id, text=event.text, tokens=len(event.token_ids))
+                    self._port.send(delta)
                     continue
-                tell()
                 self._port.send(
                     EngineDone(
                         request_id=request_id,
@@ -279,10 +267,9 @@ class EngineProcess:
                 return EngineEncoded(request_id=request_id, tokens=_prompt_ids(engine, message))
             stream = self._streams.setdefault(request_id, engine.tokenizer.stream())
             texts = [stream.feed(token) for token in message.tokens]
-            lengths = [len(text) for text in texts] if len(texts) > 1 else []
             if message.last:
                 self._streams.pop(request_id, None)
-            return EngineDecoded(request_id=request_id, text="".join(texts), lengths=lengths)
+            return EngineDecoded(request_id=request_id, text="".join(texts), lengths=[len(text) for text in texts])
         except EngineError as error:
             return EngineFault(request_id=request_id, error=_one_sentence(error))
 
