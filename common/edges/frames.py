@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import msgspec
 
 from common.codec import BadEnvelope, Message
@@ -10,7 +13,7 @@ from common.messages.edge import EdgeCredit, EdgeData, EdgeHello, EdgeNotYet, Ed
 STREAM_MESSAGES = (EdgeHello, EdgeNotYet, EdgeWelcome, EdgeData, EdgeCredit, EdgeRefused)
 
 
-_decoder = msgspec.msgpack.Decoder(EdgeHello | EdgeNotYet | EdgeWelcome | EdgeData | EdgeCredit | EdgeRefused)
+_decoder = msgspec.msgpack.Decoder(reduce(or_, STREAM_MESSAGES))
 
 
 def decode_stream_message(frame: bytes) -> Message:

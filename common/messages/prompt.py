@@ -65,7 +65,7 @@ class PromptEncoded(Message, frozen=True, kw_only=True, tag=164):
 class TokensDecoded(Message, frozen=True, kw_only=True, tag=165):
     """Node agent → reply_to: the text that became whole with these tokens.
 
-    lengths: how many characters of it with each token; absent where there was at most one."""
+    lengths: how many characters of it with each token."""
 
     PLANE: ClassVar[Plane] = Plane.PROMPT
     FROM: ClassVar[frozenset[Role]] = _AGENT

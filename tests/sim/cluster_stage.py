@@ -186,7 +186,7 @@ class SimStage:
             return wire.EngineFault(request_id=message.request_id, error="the engine has no weights loaded")
         if isinstance(message, wire.EngineDecode):
             texts = [self.vocabulary.text(token) for token in message.tokens]
-            lengths = [len(text) for text in texts] if len(texts) > 1 else []
+            lengths = [len(text) for text in texts]
             return wire.EngineDecoded(request_id=message.request_id, text="".join(texts), lengths=lengths)
         tokens = self.vocabulary.encode(message.prompt)
         return wire.EngineEncoded(request_id=message.request_id, tokens=tokens)

@@ -316,7 +316,7 @@ class PipelinePromptRuntime:
 
     def _decoded(self, active: ActivePipelinePrompt, msg: TokensDecoded, ctx: Ctx) -> list[PromptEvent]:
         asked = active.awaited.popleft()
-        lengths = msg.lengths or [len(msg.text)] * min(asked, 1)
+        lengths = msg.lengths
         if len(lengths) != asked or sum(lengths) != len(msg.text):
             error = (
                 f"the decoder's answer does not fit its question: {len(msg.text)} characters, lengths {lengths} "

@@ -130,7 +130,7 @@ class PipelineRig(Rig):
                 self.token(item)
             case "decode":
                 texts = [f"{token} " for token in item.tokens]
-                lengths = [len(text) for text in texts] if len(texts) > 1 else []
+                lengths = [len(text) for text in texts]
                 decoded = TokensDecoded(request_id=item.request_id, text="".join(texts), lengths=lengths)
                 self.h.tell(decoded, dst=item.reply_to)
             case "cancel":
