@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from common.actors import Ctx
 from common.addresses import Role
 from common.effects import SendFailed, StopSignal, ViewChanged
-from common.limits import SERVICE_READY_MS
+from common.limits import SERVICE_READY_MS, UNDELIVERED_GRACE_MS
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
 from common.messages.member import MemberChanged
 from common.messages.node_agent import ProvisionStage
@@ -54,7 +54,7 @@ from common.messages.service import LeaseKept, ServiceFailed, ServiceReady
 from common.messages.stream import DatastreamSubscribe, ExpectFlow, Flushed
 from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
 from services.orchestrator.actor import ReportsPending
-from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase
+from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase, Worker
 from services.orchestrator.closing import LEASE_TIMER, STEP_TIMER
 from services.orchestrator.readiness import ACK_TIMER
 from services.orchestrator.restart import RESTART_TIMER, RestartingRun
@@ -62,6 +62,7 @@ from services.orchestrator.serving import SILENT_TIMER
 from services.orchestrator.stages import STAGE_TIMER
 
 SERVICES_TIMER = "run:services"
+UNDELIVERED_TIMER = "run:undelivered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class RunActor(RestartingRun):
     def __init__(self, nonce: bytes) -> None:
         super().__init__(nonce)
         self._held_failure: ServiceFailed | None = None
+        self._undelivered: tuple[Phase, str, Worker | None] | None = None
+        """A loss that so far only the bus tells of."""
 
     # --- life -------------------------------------------------------------------------------------------------
     def on_start(self, ctx: Ctx) -> None:
@@ -168,6 +171,8 @@ class RunActor(RestartingRun):
                 self.provision_stage(ctx)
             case _ if key == STEP_TIMER:
                 self.step_timed_out(ctx)
+            case _ if key == UNDELIVERED_TIMER:
+                self._undelivered_due(ctx)
             case _:
                 super().on_timer(key, ctx)
 
@@ -315,12 +320,29 @@ class RunActor(RestartingRun):
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             error = f"{what} could not be delivered: {reason}"
             role = next((role for role, (address, _) in self.services.items() if address == msg.dst), None)
-            if role is not None and msg.reason in ("unroutable", "peer_lost"):
+            if msg.reason not in ("unroutable", "peer_lost"):
+                self._undeliverable(ctx, error, worker)
+                return
+            if role is not None:
                 error = f"the {str(role).replace('_', ' ')} did not answer: {error}"
-            if worker is not None and self.restarting:
-                self.thwarted(ctx, error, worker)
-            else:
-                self.fail(ctx, error, worker=worker)
+            if self._undelivered is None:
+                # The bus is the first to know of a process that has just died, and the last to know how.
+                self._undelivered = self.phase, error, worker
+                ctx.timer(UNDELIVERED_TIMER, UNDELIVERED_GRACE_MS)
+
+    def _undelivered_due(self, ctx: Ctx) -> None:
+        """Nobody has said how it was lost. Past the phase, a repetition has got through."""
+        assert self._undelivered is not None
+        (phase, error, worker), self._undelivered = self._undelivered, None
+        is_told = worker is not None and (self.workers.get(worker.stage_index) is not worker or worker.exited)
+        if phase is self.phase and not is_told:
+            self._undeliverable(ctx, error, worker)
+
+    def _undeliverable(self, ctx: Ctx, error: str, worker: Worker | None) -> None:
+        if worker is not None and self.restarting:
+            self.thwarted(ctx, error, worker)
+        else:
+            self.fail(ctx, error, worker=worker)
 
     def _stdio(self, msg: StdioLine, ctx: Ctx) -> None:
         stream = LogStream.STDOUT if msg.stream == "stdout" else LogStream.STDERR

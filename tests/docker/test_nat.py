@@ -43,7 +43,11 @@ def test_the_nat_is_symmetric_and_lets_nothing_in(nat: Nat) -> None:
             listener.settimeout(10)
             thread = threading.Thread(target=lambda server=listener: seen.append(server.accept()[1]))
             thread.start()
-            dial = f"import socket; socket.create_connection({listener.getsockname()!r}, 5, ('0.0.0.0', 5000))"
+            # Whichever side closes first leaves the port waiting, and the second dial starts from it again.
+            dial = (
+                "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
+                f"s.bind(('0.0.0.0', 5000)); s.settimeout(5); s.connect({listener.getsockname()!r})"
+            )
             done = nat.run(0, [sys.executable, "-c", dial])
             assert done.returncode == 0, done.stderr
             thread.join(10)

@@ -9,6 +9,7 @@ import pytest
 
 from common.addresses import Role
 from common.effects import SendFailed
+from common.limits import UNDELIVERED_GRACE_MS
 from common.messages.config import ConfigFailed, ConfigGet
 from common.messages.node_agent import ProvisionStage, RuntimeReadyAck
 from common.messages.orchestrator import EndpointWire, ObserveNodeRuntimeReadyAck
@@ -35,7 +36,12 @@ def exited(play: Play) -> None:
 
 
 def undelivered(message: Any, reason: str = "unroutable") -> Callable[[Play], None]:
-    return lambda play: play.tell(SendFailed(play.node_actor(), message, reason))
+    def happens(play: Play) -> None:
+        play.tell(SendFailed(play.node_actor(), message, reason))
+        assert play.run.active
+        play.harness.advance(UNDELIVERED_GRACE_MS)
+
+    return happens
 
 
 FAILURES: list[tuple[Phase, Callable[[Play], None], str, str]] = [
@@ -408,6 +414,30 @@ def test_failed_send_belongs_to_the_phase_that_attempted_it(phase: Phase, messag
     assert failed["detail"]["error"] == f"{what} could not be delivered: queue full"
 
 
+@pytest.mark.spec("S1 10.12", "S1 9.15")
+def test_a_worker_that_the_bus_misses_first_is_lost_with_the_word_of_its_provider() -> None:
+    play = Play().until(Phase.ACK)
+    ack = RuntimeReadyAck(run_id=7, node_id=NODE_ID, stage_index=0, readiness_id=1)
+    play.tell(SendFailed(play.node_actor(), ack, "unroutable"))
+    play.harness.advance(UNDELIVERED_GRACE_MS // 2)
+    play.exited(status=137)
+    play.harness.advance(UNDELIVERED_GRACE_MS)
+    assert play.failure()["detail"]["error"] == f"node {NODE_ID} exited before ready: exit status 137"
+
+
+@pytest.mark.spec("S1 10.12")
+def test_what_could_not_be_delivered_once_but_was_then_is_no_failure() -> None:
+    play = Play().until(Phase.ACK)
+    play.tell(
+        SendFailed(
+            play.node_actor(), RuntimeReadyAck(run_id=7, node_id=NODE_ID, stage_index=0, readiness_id=1), "peer_lost"
+        )
+    )
+    play.until(Phase.SERVING)
+    play.harness.advance(UNDELIVERED_GRACE_MS)
+    assert play.at(Phase.SERVING)
+
+
 @pytest.mark.spec("S1 10.12")
 def test_a_service_that_cannot_be_reached_is_named() -> None:
     play = Play().until(Phase.RPC)
@@ -415,6 +445,7 @@ def test_a_service_that_cannot_be_reached_is_named() -> None:
         run_id=7, node_id=3, mode="direct", encode_actor=b"a" * 32, decode_actor=b"a" * 32, nodes=[]
     )
     play.tell(SendFailed(ADDRESS[Role.GATEWAY], opening, "unroutable"))
+    play.harness.advance(UNDELIVERED_GRACE_MS)
     says = "the prompt gateway did not answer: OpenPromptRpc could not be delivered: unroutable"
     assert play.failure()["detail"]["error"] == says
 
