@@ -129,6 +129,12 @@ class EdgeProducer:
         self._kept += data
         return self._flush()
 
+    def foretell(self, size: int) -> int | None:
+        """At which offset of the stream the next `size` bytes leave as one piece, at once; None if they would not."""
+        is_clear = self.state == "open" and self._down_ms is None and self._sent == self._base + len(self._kept)
+        fits = size <= EDGE_CHUNK_BYTES and len(self._kept) + size <= self.capacity
+        return self._sent if is_clear and fits else None
+
     def _flush(self) -> list[Effect]:
         if self.state != "open" or self._down_ms is not None:
             return []
@@ -321,6 +327,12 @@ class EdgeConsumer:
         if (broken := self.decoder.broken) is not None:
             return [*arrived, *self._fail(broken.kind.stage_reason, str(broken))]
         return arrived
+
+    def foretell(self, size: int) -> int | None:
+        """At which offset of the stream a next record of `size` bytes comes as one piece; None in the middle of one."""
+        is_clear = self.conn and not self.failed and not self.decoder.held and self.decoder.broken is None
+        fits = size <= EDGE_CHUNK_BYTES and self.received + size - self.consumed <= self.capacity
+        return self.received if is_clear and fits else None
 
     def on_consumed(self, end_offset: int, now_ms: int) -> list[Effect]:
         """The bytes below end_offset are done with. Over the bus credits go together."""

@@ -15,10 +15,10 @@ class EdgeNetwork:
 
     def __init__(self, keys: KeyPair) -> None:
         self._keys = keys
-        self._local = LocalEdges()
+        self.local = LocalEdges()
         self._far: EdgeSockets | None = None
         self._epoll = select.epoll()
-        self._epoll.register(self._local.fd, select.EPOLLIN)
+        self._epoll.register(self.local.fd, select.EPOLLIN)
 
     @property
     def fd(self) -> int:
@@ -38,7 +38,7 @@ class EdgeNetwork:
             if not address.startswith(LOCAL):
                 continue
             try:
-                bound.append(self._local.bind(address))
+                bound.append(self.local.bind(address))
             except OSError as error:
                 raise EdgeSocketError(f"the edge endpoint {address} cannot be bound: {error}") from None
         if far := [address for address in addresses if not address.startswith(LOCAL)]:
@@ -49,26 +49,26 @@ class EdgeNetwork:
         """Connect the edge, in place of the connection before."""
         self.hang_up(edge_id)
         if endpoint.startswith(LOCAL):
-            self._local.dial(edge_id, endpoint)
+            self.local.dial(edge_id, endpoint)
         else:
             self._remote().dial(edge_id, endpoint, server_key)
 
     def hang_up(self, edge_id: int) -> None:
         """Close the edge's connection, if it has one."""
-        self._local.hang_up(edge_id)
+        self.local.hang_up(edge_id)
         if self._far is not None:
             self._far.hang_up(edge_id)
 
     def send(self, edge_id: int, frame: bytes) -> bool:
         """To the consumer. False: nothing is taken now."""
-        if self._local.has(edge_id):
-            return self._local.send(edge_id, frame)
+        if self.local.has(edge_id):
+            return self.local.send(edge_id, frame)
         return self._far is not None and self._far.send(edge_id, frame)
 
     def reply(self, conn: bytes, frame: bytes) -> bool:
         """To a producer's connection. False: it is gone or full."""
-        if self._local.owns(conn):
-            return self._local.reply(conn, frame)
+        if self.local.owns(conn):
+            return self.local.reply(conn, frame)
         return self._far is not None and self._far.reply(conn, frame)
 
     def drain(
@@ -79,19 +79,19 @@ class EdgeNetwork:
         enough: Callable[[], bool] = lambda: False,
     ) -> None:
         """Hand over everything that has arrived, or until `enough`."""
-        self._local.drain(on_inbound, on_outbound, on_link, enough)
+        self.local.drain(on_inbound, on_outbound, on_link, enough)
         if self._far is not None and not enough():
             self._far.drain(on_inbound, on_outbound, on_link, enough)
 
     def close(self) -> None:
         """Close all with linger."""
-        self._local.close()
+        self.local.close()
         if self._far is not None:
             self._far.close()
 
     def term(self) -> None:
         """After close: the end of the process."""
         self._epoll.close()
-        self._local.term()
+        self.local.term()
         if self._far is not None:
             self._far.term()

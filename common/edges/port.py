@@ -13,7 +13,7 @@ from typing import Protocol
 
 from common.bus import KeyPair
 from common.codec import BadEnvelope, Message, encode_body
-from common.edge_records import HEADER_BYTES, Record, RecordDecoder
+from common.edge_records import HEADER_BYTES, Record, RecordDecoder, encode_record
 from common.edges.core import (
     CARRIED,
     RELAY,
@@ -30,7 +30,8 @@ from common.edges.core import (
 from common.edges.frames import decode_stream_message
 from common.edges.network import EdgeNetwork
 from common.edges.traffic import EdgeTraffic
-from common.messages.edge import EdgeCredit
+from common.local_edges import LocalEdges, frame_bytes
+from common.messages.edge import EdgeCredit, EdgeData
 from common.messages.node_agent import StageInboundEdgeWire, StageOutboundEdgeWire
 
 
@@ -56,6 +57,10 @@ class EdgeTransport(Protocol):
     @property
     def fd(self) -> int:
         """Readable when `drain` has something to do."""
+
+    @property
+    def local(self) -> LocalEdges | None:
+        """Its part whose connections a fast path can use."""
 
     def bind(self, addresses: list[str], advertise: str) -> list[str]:
         """Take edges at these addresses; returns what others dial. Raises EdgeSocketError."""
@@ -91,6 +96,17 @@ class EdgeTransport(Protocol):
 Transport = Callable[[KeyPair], EdgeTransport]
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a record that is foretold goes over a socket of this machine. frame: as it lies in the socket, but for the
+    payload, its end, and the sum; conn: where the record comes in."""
+
+    edge_id: int
+    descriptor: int
+    frame: bytes
+    conn: bytes = b""
+
+
 @dataclass(slots=True)
 class _Outbound:
     core: EdgeProducer
@@ -119,6 +135,9 @@ class EdgePort:
         self._now_ms = 0
         self._closed = False
         self._came = False
+        self._read_ns: int | None = None
+        """When what is being handed over came, if not just now."""
+        self._written_ns: dict[int, int] = {}
 
     @property
     def fd(self) -> int:
@@ -153,7 +172,8 @@ class EdgePort:
         self._now_ms = now_ms
         out = self._out[edge_id]
         end = out.core.credited + out.core.held + len(data)
-        self.traffic.began(edge_id, len(data), end, self._clock_ns(), is_producer=True)
+        at_ns = self._written_ns.pop(edge_id, None) or self._clock_ns()
+        self.traffic.began(edge_id, len(data), end, at_ns, is_producer=True)
         self._produce(edge_id, out.core.write(data, now_ms))
         return out.core.held
 
@@ -185,6 +205,44 @@ class EdgePort:
                 self._answered(edge_id, out, message, now_ms)
                 return
         self._inbound(CARRIED + peer, message)
+
+    # --- a fast path ------------------------------------------------------------------------------------------
+    # Reads and writes the sockets itself, with what is foretold here; then it tells `was_written` and `was_read`, and
+    # the user does what it always does with the record.
+
+    def way_in(self, edge_id: int, record: Record) -> Way | None:
+        """How the next record will come, of this size, number and flags; None if that cannot be told."""
+        data = encode_record(record)
+        local = self._sockets.local
+        for consumer in self._desk.consumers if local is not None else ():
+            if consumer.edge_id == edge_id and (offset := consumer.foretell(len(data))) is not None:
+                descriptor = local.reading(consumer.conn) if local is not None else None
+                frame = frame_bytes(encode_body(EdgeData(edge_id=edge_id, offset=offset, data=data)))
+                return Way(edge_id, descriptor, frame, consumer.conn) if descriptor is not None else None
+        return None
+
+    def way_out(self, edge_id: int, record: Record) -> Way | None:
+        """How this record would leave now, its payload aside; None if not at once and whole."""
+        data = encode_record(record)
+        local, out = self._sockets.local, self._out.get(edge_id)
+        offset = out.core.foretell(len(data)) if out is not None else None
+        descriptor = local.writing(edge_id) if local is not None and offset is not None else None
+        if offset is None or descriptor is None:
+            return None
+        return Way(edge_id, descriptor, frame_bytes(encode_body(EdgeData(edge_id=edge_id, offset=offset, data=data))))
+
+    def was_read(self, way: Way, data: bytes, at_ns: int, now_ms: int) -> None:
+        """These bytes came the way, whatever they are."""
+        self._now_ms, self._read_ns = now_ms, at_ns
+        if (local := self._sockets.local) is not None:
+            local.was_read(way.conn, data, self._on_inbound)
+        self._read_ns = None
+
+    def was_written(self, way: Way, frame: bytes, sent: int, at_ns: int) -> None:
+        """The record that is written next has left; sent: bytes of the frame, or an error number below 0."""
+        self._written_ns[way.edge_id] = at_ns
+        if (local := self._sockets.local) is not None:
+            local.was_written(way.edge_id, frame, sent)
 
     # --- turning ----------------------------------------------------------------------------------------------
     def pump(self, now_ms: int) -> None:
@@ -308,7 +366,8 @@ class EdgePort:
                     self._came = True
                     size = HEADER_BYTES + len(effect.record.payload)
                     end = effect.record.end_offset
-                    self.traffic.began(consumer.edge_id, size, end, self._clock_ns(), is_producer=False)
+                    at_ns = self._read_ns or self._clock_ns()
+                    self.traffic.began(consumer.edge_id, size, end, at_ns, is_producer=False)
                     self._events.edge_record(consumer.edge_id, effect.record)
                 case Failed() if consumer is not None:
                     self._events.edge_failed(consumer.edge_id, effect.reason, effect.detail)

@@ -39,6 +39,8 @@ class EdgeLink:
 class SimEdgeSockets:
     """The edge sockets of one process (EdgeTransport). on_ready: called when `drain` has something to do."""
 
+    local = None
+
     def __init__(self, net: EdgeNet, name: str) -> None:
         self.net, self.name = net, name
         self.fd = net.new_fd(self)

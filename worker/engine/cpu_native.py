@@ -17,7 +17,7 @@ from worker.engine.cpu_objects import CompileError, chosen, cpu_vendor, find_obj
 from worker.engine.cpu_plan import KINDS, ROWS_MAX
 from worker.engine.tinygrad_shim import Tensor, dtypes
 
-_STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP, _UNPACK = range(1, 11)
+_STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP, _UNPACK, FAST_PATH = range(1, 12)
 CONTROL_BYTES = 1280
 PHASE_BYTES = 12 * 64  # of a block, at the start of the scratch memory
 _AHEAD, _ARGS, _POSITIONS = 24, 32, 176  # byte offsets within the control block
@@ -65,6 +65,10 @@ class Kernels:
         control.args[: len(args)] = args
         self.native.call(control.address, first, second, 0, 0, 0, 0, 0)
         return control
+
+    def call(self, control: Control) -> None:
+        """The operation of this block, on this thread."""
+        self.native.call(control.address, 0, 0, 0, 0, 0, 0, 0)
 
     def repack(self, kind: int, source: int, target: int, rows: int, columns: int, head_dim: int, rope: int) -> None:
         self.run(_REPACK, (kind, rows, columns, head_dim, rope), source, target)
@@ -160,13 +164,18 @@ class Team:
     def step(self) -> None:
         self._step()
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the buffers, once the step is captured."""
+        return self._step.addresses
+
     def close(self) -> None:
         """Send the helpers home; also done at the interpreter's end, while the memory is still there."""
         self._close()
 
 
 def _help(kernels: Kernels, control: Control) -> None:
-    kernels.native.call(control.address, 0, 0, 0, 0, 0, 0, 0)
+    kernels.call(control)
 
 
 def _stop(kernels: Kernels, control: int, helpers: list[threading.Thread], _kept: object) -> None:

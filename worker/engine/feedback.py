@@ -88,6 +88,11 @@ class FeedbackGate:
         self._early = record
         return self._next()
 
+    @property
+    def fed_next(self) -> bool:
+        """The next object that comes over the feedback edge may run at once."""
+        return self._early is None and not self.ended and self.confirmed == self.computed
+
     def _next(self) -> list[Compute | Consumed]:
         """What was fed and may run now."""
         early = self._early

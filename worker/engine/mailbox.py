@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections import deque
@@ -23,12 +24,14 @@ class Mailbox:
         self.before_wait: Callable[[], int | None] = lambda: None
         """Called by the main thread each time before it sleeps: may put commands, and names a descriptor that shall
         wake it, too."""
+        self.fast_wait: Callable[[int], bool] = lambda _wake: False
+        """Called in place of sleeping, with the descriptor that tells of commands: True: it has slept."""
 
     def put(self, message: object) -> None:
         """From either thread."""
         self._commands.append(message)
         if self.is_waiting:
-            os.eventfd_write(self._event, 1)
+            self.nudge()
 
     def get(self) -> object:
         """The next command; waits for it."""
@@ -36,12 +39,16 @@ class Mailbox:
             self._watch(self.before_wait())
             # Whoever puts something from here on also wakes the poll.
             self.is_waiting = True
-            if not self._commands:
-                for descriptor, _ in self._poll.poll():
-                    if descriptor == self._event:
-                        os.eventfd_read(self._event)
+            if not self._commands and not self.fast_wait(self._event):
+                self._poll.poll()
             self.is_waiting = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)
         return self._commands.popleft()
+
+    def nudge(self) -> None:
+        """Whoever waits in `get` looks again."""
+        os.eventfd_write(self._event, 1)
 
     def _watch(self, descriptor: int | None) -> None:
         if descriptor == self._watched:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.gguf import ModelHeader
 from worker.engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from worker.engine.fast_path import FastPath
 
 F32 = npt.NDArray[np.float32]
 Inputs = F32 | list[int]
@@ -56,6 +59,8 @@ class ModelPart(Protocol):
     max_context: int
     chunk: int
     backend: str
+    fast_path: FastPath | None
+    """Once it is warm, where the backend has one."""
 
     @property
     def weights_bytes(self) -> int: ...

@@ -74,6 +74,7 @@ class Port:
         self._exit: int | None = None
         self.stage = StagePort(mailbox, self.tell, self.wake)
         mailbox.before_wait = self.stage.take_over
+        mailbox.fast_wait = self.stage.fast_wait
 
     # -- the main thread's side ----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from common.gguf_quants import dequantise_rows
 from worker.engine import tinygrad_shim as tg
 from worker.engine.cpu_plan import StagePlan
 from worker.engine.errors import EngineError
+from worker.engine.fast_path import FastPath
 from worker.engine.kernels import (
     GatedProduct,
     HeadNormApply,
@@ -70,6 +71,7 @@ class PortablePart:
     """A loaded part of a model with its key-value cache for one sequence of `max_context` positions."""
 
     chunk = CHUNK
+    fast_path: FastPath | None = None
 
     def __init__(self, file: GgufFile, header: ModelHeader, part: Part, max_context: int, progress: Progress) -> None:
         check_part(header, part)

@@ -50,6 +50,11 @@ class Sampler:
         self._recent = list(prompt_ids)[-PENALTY_WINDOW:]
         self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
+    @property
+    def is_greedy(self) -> bool:
+        """The next token is the most likely one, whatever came before."""
+        return self._sampling.temperature == 0.0 and self._sampling.repetition_penalty == 1.0
+
     def next(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token's id from the logits (vocabulary,)."""
         s = self._sampling

@@ -2,15 +2,18 @@
 
 Both threads turn them, one at a time: the port thread while the main thread computes many rows, so that the transport
 keeps moving; the main thread itself while it waits for records or decodes, since each hand-over between threads costs
-a token 0.1 ms, twice a stage.
+a token 0.1 ms, twice a stage. Where the next decode step can be told in advance, the main thread waits in the kernels
+(fast_path.py); whoever else wants the edges meanwhile gets it out of there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.bus import KeyPair
 from common.bus_edges import EdgeSocketError
@@ -34,6 +37,9 @@ from common.messages.engine import (
     StageFaulted,
 )
 from worker.engine.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from worker.engine.fast_path import FastPath, Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,17 @@ class StagePort:
         self.candidates: list[str] = []
         self._begun: int | None = None
         self._opened = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Of the edges: a ZeroMQ socket may be used by one thread after the other, with a lock between them."""
+        self._fast: FastPath | None = None
+        """The main thread waits there, with the lock."""
+        self._wanted = 0
+        """How many others want the lock."""
+        self.forecast: Callable[[], tuple[FastPath, Forecast] | None] = lambda: None
+        """What the main thread's next step will be, if that can be told."""
+        self.fast_record: Callable[[EdgeObject], None] = lambda _object: None
+        """A record whose step is computed and whose results have left already."""
+        self._read: list[EdgeObject] | None = None
         self._main_reads = False
         """The main thread watches the edges' descriptor, the port thread does not."""
         self._closed = False
@@ -125,6 +140,47 @@ class StagePort:
                 self._edges.pump(self._now_ms())
             return self._edges.fd
 
+    def fast_wait(self, wake: int) -> bool:
+        """The main thread is going to sleep: on the fast path, if the next step is foretold. wake: a descriptor that
+        ends it. False: it is not."""
+        with self._lock:
+            edges, told = self._edges, self.forecast() if self._main_reads and not self._wanted else None
+            if edges is None or told is None:
+                return False
+            path, forecast = told
+            way_in = edges.way_in(forecast.edge_id, forecast.record)
+            ways_out = [edges.way_out(leaving.edge_id, leaving.record) for leaving in forecast.departing]
+            ways = [way for way in ways_out if way is not None]
+            if way_in is None or len(ways) < len(ways_out):
+                return False
+            self._fast = path
+            if self._wanted:  # whoever came before that line has not seen that somebody sleeps here
+                self._fast = None
+                return False
+            outcome = path.wait(forecast, way_in, ways, wake, edges.fd)
+            self._fast = None
+            for way, frame, sent in outcome.sent:
+                edges.was_written(way, frame, sent, outcome.left_ns)
+            if outcome.computed:
+                self._read = []
+            if outcome.data:
+                edges.was_read(way_in, outcome.data, outcome.arrived_ns, self._now_ms())
+            if self._read is not None:
+                (event,), self._read = self._read, None
+                self.fast_record(event)
+                assert path.pending is None, "what the fast path computed was not used"
+        return True
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The edges, for the port thread; it waits for a decode step at most."""
+        self._wanted += 1
+        if self._fast is not None:
+            self._mailbox.nudge()
+        with self._lock:
+            self._wanted -= 1
+            yield
+
     # --- port thread ------------------------------------------------------------------------------------------
     @property
     def fd(self) -> int | None:
@@ -147,9 +203,10 @@ class StagePort:
         at = self._now_ms()
         if self._opened and at >= self._beats_ms:
             self._beats_ms = at + ENGINE_HEARTBEAT_MS
-            if self._mailbox.is_waiting:
+            fast = self._fast
+            if self._mailbox.is_waiting and not (fast is not None and fast.is_computing):
                 self.alive()
-            with self._lock:
+            with self._exclusive():
                 counts = self._edges.traffic.take()
             for count in counts:
                 self._tell(
@@ -161,7 +218,10 @@ class StagePort:
                         held_ms=count.held_ms,
                     )
                 )
-        with self._lock:
+        due = self._edges.next_deadline()
+        if self._main_reads and (due is None or due > at):
+            return  # the main thread sees to what moves
+        with self._exclusive():
             self._edges.pump(at)
 
     def receive(self, message: Message) -> bool:
@@ -180,7 +240,7 @@ class StagePort:
                 return True
             case EdgeCarry():
                 if self._edges is not None:
-                    with self._lock:
+                    with self._exclusive():
                         self._edges.carried(message.peer, message.frame, self._now_ms())
                 return True
             case EngineBegin():
@@ -204,7 +264,7 @@ class StagePort:
             # The step that runs for the edges before is cut short.
             self._mailbox.cancel(self._begun)
             self._begun = None
-        with self._lock:
+        with self._exclusive():
             self._edges.reset()
             self._generation = message.generation
             # First the main thread's table, so that it knows the edges before it hears of them.
@@ -221,7 +281,7 @@ class StagePort:
         """No byte moves any more; the step that runs is cut short."""
         if self._begun is not None:
             self._mailbox.cancel(self._begun)
-        with self._lock:
+        with self._exclusive():
             self._closed, self._opened, self._main_reads = True, False, False
             if self._edges is not None:
                 self._edges.close()
@@ -234,7 +294,11 @@ class StagePort:
     # --- EdgeEvents -------------------------------------------------------------------------------------------
     def edge_record(self, edge_id: int, record: Record) -> None:
         """To the main thread; it is credited after its step."""
-        self._mailbox.put(EdgeObject(edge_id, record))
+        event = EdgeObject(edge_id, record)
+        if self._read is not None:
+            self._read.append(event)
+        else:
+            self._mailbox.put(event)
 
     def edge_ready(self, edge_id: int, path: str) -> None:
         """The agent's half and the engine's half of the stage table both want to know."""

@@ -46,6 +46,7 @@ from worker.engine.stage_port import EdgeObject, EdgeOpened, StagePort
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
+    from worker.engine.fast_path import FastPath, Forecast
     from worker.engine.sampler import Sampling
     from worker.engine.stage_steps import StageSteps
 
@@ -70,6 +71,9 @@ class StageRole:
         self._steps: StageSteps | None = None
         self._gate: FeedbackGate | None = None
         """Of the first stage, where tokens are fed back directly."""
+        self._is_done = False
+        """The fast path has computed the step that is being executed."""
+        port.forecast, port.fast_record = self._forecast, self._fast_record
         self.handlers: dict[type, Callable[[Any], None]] = {
             OpenEdges: self._open,
             EdgeOpened: self._opened,
@@ -194,6 +198,29 @@ class StageRole:
             else:
                 self._port.consumed(self._generation, step.edge_id, step.record.end_offset)
 
+    def _forecast(self) -> tuple[FastPath, Forecast] | None:
+        """The next decode step, where the fast path can do it."""
+        steps, edges, path = self._steps, self._edges, self._engine.model.fast_path if self._engine else None
+        controller = self._controller
+        if steps is None or edges is None or path is None or steps.request_id is None or controller is None:
+            return None
+        if controller.state is not stage.StageState.READY_IDLE:
+            return None
+        if self._mailbox.is_cancelled(steps.request_id) or (self._gate is not None and not self._gate.fed_next):
+            return None
+        inbound = self._gate.feedback if self._gate is not None else edges.inbound.edge_id
+        feedback = edges.feedback_out.edge_id if edges.feedback_out is not None else None
+        forecast = steps.forecast(inbound, edges.outbound.edge_id, feedback)
+        return (path, forecast) if forecast is not None else None
+
+    def _fast_record(self, event: EdgeObject) -> None:
+        """Everything that belongs to the step, now that it is done. A cancel that came meanwhile came too late."""
+        self._is_done = True
+        try:
+            self._object(event)
+        finally:
+            self._is_done = False
+
     def _fault(self, failed: StageFailed) -> None:
         for output in self._controller.handle(failed) if self._controller else []:
             if isinstance(output, stage.StageFault):
@@ -233,7 +260,8 @@ class StageRole:
             self._port.leave_to_port()
         fact: Message = StepCompleted(step_id=step.step_id)
         try:
-            for out in self._steps.run(record, self._mailbox.is_cancelled, self._page.bump):
+            is_cancelled = (lambda _request: False) if self._is_done else self._mailbox.is_cancelled
+            for out in self._steps.run(record, is_cancelled, self._page.bump):
                 self._feed_back(out)
                 self._port.write(generation, step.output_edge_ids[0], out)
         except StepError as error:

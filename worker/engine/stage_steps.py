@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from common.edge_records import Record, decode_tokens, encode_tokens
+from worker.engine.fast_path import Departing, Forecast
+from worker.engine.feedback import fed_back
 from worker.engine.parts import F32, Inputs
 from worker.engine.sampler import Sampler, Sampling
 
@@ -69,10 +71,13 @@ class StageSteps:
         """Rows of the sequence so far; -1 before its BEGIN."""
         self._sampler: Sampler | None = None
         self._out_sequence = 0
+        self._last: Record | None = None
+        """Of the present sequence, with END: a decoded token is next."""
 
     def begin(self, request_id: int, first_object_id: int, sampling: Sampling, recent: Sequence[int]) -> None:
         """The next sequence, known before its first record. Raises EngineError for impossible sampling."""
         self._sampler = Sampler(sampling, recent) if self._shape.is_last else None
+        self._last = None
         self.request_id, self.floor, self.position = request_id, first_object_id, -1
 
     def cancel(self, request_id: int) -> bool:
@@ -92,10 +97,30 @@ class StageSteps:
             return
         if self.position < 0:
             raise StepError("ObjectFailed", f"object {record.object_id} came before the BEGIN of its sequence")
+        self._last = record if record.end else None
         if self._shape.is_first:
             yield from self._tokens(record, is_cancelled, tick)
         else:
             yield from self._activations(record, tick)
+
+    def forecast(self, inbound: int, outbound: int, feedback: int | None) -> Forecast | None:
+        """The next decode step, from which of these edges to which; None where it cannot be told in every byte."""
+        last, shape = self._last, self._shape
+        is_room = 0 < self.position < self._model.max_context
+        if last is None or self.request_id is None or not is_room or "f16" in (shape.dtype_in, shape.dtype_out):
+            return None
+        unit = 4 * shape.width
+        at = last.object_id + 1
+        record = Record(at, last.sequence + 1, bytes(4 if shape.is_first else unit), end=True)
+        is_greedy = self._sampler is not None and self._sampler.is_greedy
+        if not shape.is_last:
+            departing = [Departing(outbound, Record(at, self._out_sequence, bytes(unit), end=True))]
+        else:
+            out = Record(at, self._out_sequence, bytes(4))
+            departing = [Departing(outbound, out, may_end=True)]
+            if feedback is not None and (fed := fed_back(out)) is not None:
+                departing.insert(0, Departing(feedback, fed, may_end=False))
+        return Forecast(inbound, record, tuple(departing), self.position, shape.is_first, is_greedy, shape.end_ids)
 
     def rows(self, record: Record) -> int:
         """How many rows a record brings."""

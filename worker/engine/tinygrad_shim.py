@@ -338,17 +338,18 @@ class NativeStep:
     def __init__(self, native: Native, tensors: Sequence[Tensor]) -> None:
         self._native, self._tensors = native, tensors
         self._jit = TinyJit(lambda: native.launch(tensors[-1], tensors).realize())
-        self._addresses: tuple[int, ...] = ()
+        self.addresses: tuple[int, ...] = ()
+        """Of the tensors, once the step is captured: what the program is called with."""
 
     def __call__(self) -> None:
         """Returns when the program has run."""
-        if self._addresses:
-            self._native.call(*self._addresses)
+        if self.addresses:
+            self._native.call(*self.addresses)
             return
         self._jit()
         synchronize()
         if self._jit.captured is not None:
-            self._addresses = tuple(address(tensor) for tensor in self._tensors)
+            self.addresses = tuple(address(tensor) for tensor in self._tensors)
 
 
 class Step:

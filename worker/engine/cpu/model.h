@@ -26,7 +26,8 @@ typedef struct {
   Layer layer[];
 } Plan;
 
-enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_QUANTISE, OP_ROWS, OP_STOP, OP_UNPACK };
+enum { OP_STEP = 1, OP_HELPER, OP_REPACK, OP_STREAM, OP_SCRATCH, OP_MATMUL, OP_QUANTISE, OP_ROWS, OP_STOP, OP_UNPACK,
+       OP_FAST_PATH };
 
 typedef struct {
   i32 op, threads, rows, head_rows;  // head_rows: how many of the last rows get logits

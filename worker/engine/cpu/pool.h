@@ -32,30 +32,30 @@ AI void relax(void) {
 #endif
 }
 
-// futex and sched_yield of Linux.
-AI i64 system_call(i64 number_x86, i64 number_arm, void* at, i64 operation, i64 value) {
+// Linux, without a libc. Both numbers: x86-64, then arm64.
+AI i64 system_call(i64 number_x86, i64 number_arm, i64 a, i64 b, i64 c, i64 d, i64 e, i64 f) {
 #if defined(__x86_64__)
   i64 result;
-  register i64 timeout __asm__("r10") = 0;
+  register i64 r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = f;
   __asm__ volatile("syscall"
                    : "=a"(result)
-                   : "a"(number_x86), "D"(at), "S"(operation), "d"(value), "r"(timeout)
+                   : "a"(number_x86), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
                    : "rcx", "r11", "memory");
   (void)number_arm;
   return result;
 #elif defined(__aarch64__)
-  register i64 x8 __asm__("x8") = number_arm, x0 __asm__("x0") = (i64)at, x1 __asm__("x1") = operation;
-  register i64 x2 __asm__("x2") = value, x3 __asm__("x3") = 0;
-  __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3) : "memory");
+  register i64 x8 __asm__("x8") = number_arm, x0 __asm__("x0") = a, x1 __asm__("x1") = b;
+  register i64 x2 __asm__("x2") = c, x3 __asm__("x3") = d, x4 __asm__("x4") = e, x5 __asm__("x5") = f;
+  __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5) : "memory");
   (void)number_x86;
   return x0;
 #else
-  (void)number_x86, (void)number_arm, (void)at, (void)operation, (void)value;
-  return 0;
+  (void)number_x86, (void)number_arm, (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;
+  return -1;
 #endif
 }
-AI void futex(i32* at, i64 operation, i64 value) { system_call(202, 98, at, operation, value); }
-AI void yield(void) { system_call(24, 124, 0, 0, 0); }
+AI void futex(i32* at, i64 operation, i64 value) { system_call(202, 98, (i64)at, operation, value, 0, 0, 0); }
+AI void yield(void) { system_call(24, 124, 0, 0, 0, 0, 0, 0); }
 
 // Wait until the signal's value is no longer `seen`.
 AI void signal_wait(Signal* s, i32 seen, int spins) {

@@ -10,9 +10,12 @@ void entry(void* c, void* x, void* weights, void* plan, void* cache, void* scrat
 #include "unpack.h"
 
 NI void small_operation(Control* c, float* x, const u8* weights);
+NI void whole_step(void* const* all);
 NI void run_step(Control* c, int tid, u32 number);
 NI void embed(const Control* c, float* x, const Plan* plan);
 NI void helper(Control* c, int tid);
+
+#include "fast_path.h"
 
 __attribute__((visibility("hidden"))) void perform(void* control, void* x, void* weights, void* plan, void* cache,
                                                    void* scratch, void* rope, void* logits) {
@@ -20,11 +23,10 @@ __attribute__((visibility("hidden"))) void perform(void* control, void* x, void*
   if (c->op == OP_HELPER) {
     helper((Control*)c->args[0], (int)c->args[1]);
   } else if (c->op == OP_STEP) {
-    void* all[8] = {c, x, weights, plan, cache, scratch, rope, logits};
-    for (int i = 0; i < 8; i++) c->shared[i] = all[i];
-    if (c->args[0]) embed(c, x, plan);
-    signal_next(&c->step);
-    run_step(c, 0, (u32)c->step.value);
+    void* const all[8] = {c, x, weights, plan, cache, scratch, rope, logits};
+    whole_step(all);
+  } else if (c->op == OP_FAST_PATH) {
+    fast_path((FastPath*)c->args[0]);
   } else if (c->op == OP_SCRATCH) {
     Scratch s;
     c->args[0] = lay_out(plan, (char*)64, c->threads - 1, c->threads, &s) + 64;
@@ -34,6 +36,15 @@ __attribute__((visibility("hidden"))) void perform(void* control, void* x, void*
   } else {
     small_operation(c, x, weights);
   }
+}
+
+// The main thread's part of a step on its eight buffers; the control block, the first, says of what.
+NI void whole_step(void* const* all) {
+  Control* c = all[0];
+  for (int i = 0; i < 8; i++) c->shared[i] = all[i];
+  if (c->args[0]) embed(c, all[1], all[3]);
+  signal_next(&c->step);
+  run_step(c, 0, (u32)c->step.value);
 }
 
 // Rows of the embedding matrix as it lies in the file, for `token`. args: how many, kind, where it lies, scale.
