@@ -447,8 +447,6 @@ class ProvisionerActor(Replacing):
             return
         run.guard.settle(done.error)
         node.state = NodeState.STOPPED
-        if node.minted is not None:
-            self._admissions.revoke(node.minted.public_key, ctx)
         if not done.error and not node.stop_said:
             node.stop_said = True
             self._emit(event(EventKind.NODE_STOPPED, spec.run_id, spec.node_id, self.config.provider, "stopped"), ctx)
@@ -459,6 +457,8 @@ class ProvisionerActor(Replacing):
         if stopping is not None and stopping.reason and not stopping.reply_to and not node.exit_said:
             # Nobody asked for it: should the orchestrator still live, it must not take the worker for a running one.
             self._say_exited(node, ctx, f"stopped by the provisioner: {stopping.reason}")
+        if node.minted is not None:
+            self._admissions.revoke(node.minted.public_key, ctx)
         ctx.send(run.owner, NodeStopped(node_id=spec.node_id, error=done.error))
         self._pump_stop(ctx)
 
@@ -496,10 +496,11 @@ class ProvisionerActor(Replacing):
             return
         node.ended = item
         if node.state is NodeState.LIVE and self._stopping is None and node.successor is None:
-            # The handle stays the guard's: stop_node cleans up after a dead worker, too.
+            # The handle stays the guard's: stop_node cleans up after a dead worker, too. Said first: once the key is
+            # revoked everybody hears that the worker cannot be reached, which says less than how it ended.
+            self._say_exited(node, ctx)
             if node.minted is not None:
                 self._admissions.revoke(node.minted.public_key, ctx)
-            self._say_exited(node, ctx)
 
     def _say_exited(self, node: WorkerNode, ctx: Ctx, reason: str = "") -> None:
         node.exit_said = True
