@@ -22,7 +22,7 @@ Serve = Callable[..., str]
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path / "r", tmp_path / "a.jsonl")
-    world.bus.until(lambda: world.told(ServiceReady), 20)
+    world.bus.until(lambda: world.told(ServiceReady), 60)
     yield world
     world.bus.close()
 
@@ -85,7 +85,7 @@ def test_a_restarted_collector_and_a_flood_change_nothing(page: Page, serve: Ser
     world.bus.kill(Role.COLLECTOR)
     expect(page.locator("#source")).to_have_text("live: lost")
     world.bus.start(Role.COLLECTOR)
-    world.bus.until(lambda: len(world.told(ServiceReady)) > 1, 20)
+    world.bus.until(lambda: len(world.told(ServiceReady)) > 1, 60)
     for number in range(30_000):
         say(world, log_channel(1, "stdout"), log_record(1, 1, "stdout", f"flood {number}"))
         if number % 100 == 0:

@@ -27,8 +27,9 @@ from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient
 
 READY_S = 150.0  # two cores that others load, too; the phases have limits of their own
-STOP_S = 30.0
-GONE_S = 15.0
+STOP_S = 60.0
+GONE_S = 30.0  # of a loaded machine; a free one takes a second or two
+PID_S = 10.0
 POLL_S = 0.05
 LAUNCHER_ENVIRONMENT = frozenset({"PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CC", "CACHELEVEL"}) | {
     name for name in os.environ if name.startswith(("OMP_", "OPENBLAS_", "MKL_", "TOKENIZERS_", "XDG_CACHE"))
@@ -278,10 +279,13 @@ class Stack:
         return processes("XDG_STATE_HOME", str(self.state))
 
     def pid(self, part: str) -> int:
-        """The one process of a part. Raises StackError."""
-        found = [process.pid for process in self.left() if process.part == part]
-        if len(found) != 1:
-            raise StackError(f"{len(found)} processes are {part}: {self.left()}")
+        """The one process of a part. Between fork and exec a child looks like its parent, and in the middle of exec
+        like nobody: that passes, so it is waited for. Raises StackError."""
+        until = time.monotonic() + PID_S
+        while len(found := [process.pid for process in self.left() if process.part == part]) != 1:
+            if time.monotonic() > until:
+                raise StackError(f"{len(found)} processes are {part}: {self.left()}")
+            time.sleep(0.005)
         return found[0]
 
     def kill(self, part: str, number: signal.Signals = signal.SIGKILL) -> int:
@@ -313,7 +317,7 @@ class Stack:
 
     def client(self) -> PromptClient:
         """A connection to the prompt RPC."""
-        return PromptClient.connect(self.addr(), wait_s=2, read_timeout_s=60)
+        return PromptClient.connect(self.addr(), wait_s=10, read_timeout_s=150)
 
     def ask(self, prompt: str, **options: Any) -> DoneLine:
         """One prompt on a connection of its own."""
@@ -340,8 +344,9 @@ class Stack:
             raise StackError(f"still running after {limit_s:g} s: {self.left()}, {last}") from None
 
     # --- judgements -------------------------------------------------------------------------------------------
-    def assert_nothing_left(self, limit_s: float = 0.5) -> None:
-        """No process, no run directory, no open handle in the ledger."""
+    def assert_nothing_left(self, limit_s: float = 5.0) -> None:
+        """No process, no run directory, no open handle in the ledger. limit_s: for what was killed, to be taken apart
+        by the kernel; what nobody has told to end does not end by itself so soon."""
         until = time.monotonic() + limit_s
         while (left := self.left()) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -412,11 +417,11 @@ class Asker:
         with contextlib.suppress(OSError, ValueError), self._sock, self._sock.makefile("rb") as lines:
             self.lines.extend(json.loads(line) for line in lines)
 
-    def wait_text(self, limit_s: float = 60) -> None:
+    def wait_text(self, limit_s: float = 120) -> None:
         """Until the answer has begun."""
         wait_for("text", lambda: any(line["type"] == "text_delta" for line in list(self.lines)), limit_s)
 
-    def terminals(self, limit_s: float = 30) -> list[dict[str, Any]]:
+    def terminals(self, limit_s: float = 60) -> list[dict[str, Any]]:
         """All terminal lines, once the gateway has closed the connection."""
         self._thread.join(limit_s)
         if self._thread.is_alive():

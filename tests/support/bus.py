@@ -86,4 +86,4 @@ class RealBus:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
-            assert process.wait(5) == 0
+            assert process.wait(30) == 0

@@ -94,7 +94,7 @@ class RealWorker:
     def heard(self, kind: type[T]) -> list[T]:
         return [msg for msg in self.boss.heard if isinstance(msg, kind)]
 
-    def wait_for(self, kind: type[T], limit_s: float = 20, count: int = 1) -> T:
+    def wait_for(self, kind: type[T], limit_s: float = 60, count: int = 1) -> T:
         try:
             self.bus.until(lambda: len(self.heard(kind)) >= count, limit_s)
         except AssertionError:
@@ -110,7 +110,7 @@ class RealWorker:
     def tell(self, message: Message) -> None:
         self.host.node.system.post(self.node_actor, message, src=self.address)
 
-    def ready(self, limit_s: float = 30) -> ObserveNodeRuntimeReady:
+    def ready(self, limit_s: float = 60) -> ObserveNodeRuntimeReady:
         """Runtime ready and acknowledged."""
         report = self.wait_for(ObserveNodeRuntimeReady, limit_s)
         self.node_actor = report.node_actor
@@ -135,7 +135,7 @@ class RealWorker:
         }
         self.tell(ProvisionStage(provision=StageProvisionWire(**{**wire, **changes})))
 
-    def exit(self, limit_s: float = 10) -> tuple[int, str]:
+    def exit(self, limit_s: float = 60) -> tuple[int, str]:
         """Pump until the worker is gone; its status and stderr."""
         self.bus.until(lambda: self.process.poll() is not None, limit_s)
         assert self.process.stderr is not None
@@ -156,7 +156,7 @@ class RealWorker:
                 pipe.close()
 
 
-def is_gone(pid: int, limit_s: float = 3) -> bool:
+def is_gone(pid: int, limit_s: float = 20) -> bool:
     """Whether a process that is not our child ends in time (a zombie has ended)."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:

@@ -116,7 +116,7 @@ def test_an_engine_that_fails_at_its_start_is_reported(start: Start, how: str) -
 
 
 @pytest.mark.parametrize("how", ["shutdown", "ShutDown\r", "eof", "SIGTERM", "SIGINT"])
-def test_whoever_started_the_worker_stops_it_within_the_grace(start: Start, how: str) -> None:
+def test_whoever_started_the_worker_stops_it(start: Start, how: str) -> None:
     worker = serving(start)
     engine = worker.engine_pid()
     assert worker.process.stdin is not None
@@ -127,8 +127,8 @@ def test_whoever_started_the_worker_stops_it_within_the_grace(start: Start, how:
     else:
         worker.process.stdin.write(f"hello\n{how}\n".encode())
         worker.process.stdin.flush()
-    assert worker.exit(2) == (0, "fake engine: well\n")
-    assert is_gone(engine, 0.5)
+    assert worker.exit() == (0, "fake engine: well\n"), "by itself: whoever is killed after the grace has no status 0"
+    assert is_gone(engine)
 
 
 def test_a_killed_agent_takes_its_engine_with_it(start: Start) -> None:
@@ -141,7 +141,7 @@ def test_a_killed_agent_takes_its_engine_with_it(start: Start) -> None:
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "worker.agent", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False)
 
 
 def test_help_and_version_say_what_this_is() -> None:

@@ -163,6 +163,6 @@ def test_a_service_with_another_services_bus_file_says_so(tmp_path: Path) -> Non
         (tmp_path / "no", "bus file"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "services.router", "--bus", str(bus)], capture_output=True, text=True, timeout=30
+            [sys.executable, "-m", "services.router", "--bus", str(bus)], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 1 and expected in done.stderr and done.stderr.count("\n") == 1

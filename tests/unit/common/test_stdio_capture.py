@@ -39,7 +39,7 @@ def run(tmp_path: Path, body: str) -> tuple[list[list[str]], str, str]:
     """The captured lines, and what came out of the real stdout and stderr."""
     out = tmp_path / "lines.json"
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("BODY", body), str(out)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM.replace("BODY", body), str(out)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     lines, installed = json.loads(out.read_text())
@@ -117,7 +117,7 @@ def test_a_reader_ends_with_its_pipe() -> None:
     reader = LineReader(read, lines.append)
     os.write(write, b"one\r\n\ntwo\nthree")
     os.close(write)
-    assert reader.join(5000)
+    assert reader.join(60_000)
     assert lines == [b"one", b"", b"two", b"three"]
 
 
@@ -143,7 +143,7 @@ def test_a_callback_that_fails_does_not_stop_the_reading() -> None:
     reader = LineReader(read, callback)
     os.write(write, b"1\n2\n")
     os.close(write)
-    assert reader.join(5000)
+    assert reader.join(60_000)
     assert (seen, reader.errors) == ([b"1", b"2"], 2)
 
 
@@ -153,7 +153,7 @@ def test_readers_leave_neither_threads_nor_descriptors() -> None:
         read, write = os.pipe()
         reader = LineReader(read, lambda line: None)
         os.close(write)
-        assert reader.join(5000) and reader.stop()
+        assert reader.join(60_000) and reader.stop()
     assert len(os.listdir("/proc/self/fd")) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "smq-lines"]
 

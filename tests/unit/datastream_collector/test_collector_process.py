@@ -91,7 +91,7 @@ class World:
     def flush(self) -> Flushed:
         before = len(self.told(Flushed))
         self.host.deliver(self.address, Flush())
-        self.bus.until(lambda: len(self.told(Flushed)) > before, 10)
+        self.bus.until(lambda: len(self.told(Flushed)) > before, 60)
         flushed = self.told(Flushed)[-1]
         assert isinstance(flushed, Flushed)
         return flushed
@@ -119,15 +119,15 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.spec("S1 2.8", "S1 3.9", "S1 3.11", "S1 5.9", "S1 7.12", "S1 8.12")
 def test_records_and_worker_frames_reach_the_archive(world: World) -> None:
-    world.bus.until(lambda: world.told(ServiceReady), 20)
+    world.bus.until(lambda: world.told(ServiceReady), 60)
     world.start_emitting()
     world.host.deliver(world.address, ExpectFlow(flow_id=b"flow", token=b"token", node_id=2, run_id=1))
     subscribe = DatastreamSubscribe(collector=world.collector(), flow_id=b"flow", token=b"token")
     world.agent.node.system.deliver(world.publisher, subscribe)
     for number in range(256):
         world.agent.deliver(world.publisher, Emit("mvp.worker.raw", bytes([number, 255])))
-    world.bus.until(lambda: world.orchestrator.emitted >= RECORDS, 20)
-    world.bus.until(lambda: not world.host.node.unsettled and not world.agent.node.unsettled, 20)
+    world.bus.until(lambda: world.orchestrator.emitted >= RECORDS, 60)
+    world.bus.until(lambda: not world.host.node.unsettled and not world.agent.node.unsettled, 60)
     flushed = world.flush()
     assert flushed.error == ""
     own = [record for record in world.records() if record["stream"] == "mvp-orchestrator/1"]
@@ -144,20 +144,20 @@ def test_records_and_worker_frames_reach_the_archive(world: World) -> None:
     for _ in range(3):
         world.bus.pump()
     collector.send_signal(signal.SIGTERM)
-    world.bus.until(lambda: collector.poll() is not None, 10)
+    world.bus.until(lambda: collector.poll() is not None, 60)
     assert collector.returncode == 0
     assert payload(world.records()[-1]) == b"after the flush"
 
 
 def test_a_kill_in_mid_stream_loses_and_doubles_nothing_silently(world: World) -> None:
-    world.bus.until(lambda: world.told(ServiceReady), 20)
+    world.bus.until(lambda: world.told(ServiceReady), 60)
     world.start_emitting()
     for part in (1, 2):
-        world.bus.until(lambda part=part: world.orchestrator.emitted > part * RECORDS // 3, 20)
+        world.bus.until(lambda part=part: world.orchestrator.emitted > part * RECORDS // 3, 60)
         world.bus.kill(Role.COLLECTOR)
         world.bus.start(Role.COLLECTOR)
-        world.bus.until(lambda part=part: len(world.told(ServiceReady)) > part, 20)
-    world.bus.until(lambda: world.orchestrator.emitted >= RECORDS and not world.host.node.unsettled, 20)
+        world.bus.until(lambda part=part: len(world.told(ServiceReady)) > part, 60)
+    world.bus.until(lambda: world.orchestrator.emitted >= RECORDS and not world.host.node.unsettled, 60)
     world.flush()
     records = world.records()
     assert [record["arrival_seq"] for record in records] == list(range(len(records)))
@@ -174,7 +174,7 @@ def test_an_archive_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     world = World(tmp_path / "r", tmp_path / "file" / "a.jsonl")
     try:
-        world.bus.until(lambda: world.told(ServiceFailed), 20)
+        world.bus.until(lambda: world.told(ServiceFailed), 60)
         (failed,) = world.told(ServiceFailed)
         assert (failed.service, failed.phase) == (Role.COLLECTOR, "datastream_archive")
         assert failed.error.startswith("cannot create the directory ")

@@ -123,7 +123,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
-    world.bus.until(lambda: len(world.told(ServiceReady)) == 2, 20)
+    world.bus.until(lambda: len(world.told(ServiceReady)) == 2, 60)
     yield world
     os.close(world.owner)
     world.bus.close()
@@ -134,11 +134,11 @@ def test_a_record_is_not_a_command_and_ends_nothing(world: World) -> None:
     world.order(PrepareProvider(run_id=1, provider="process"), ProviderPrepared)
     spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image="none")
     world.order(StartNode(spec=spec, run=b"\x01" * 16, orchestrator=world.address), NodeStarted)
-    world.bus.until(lambda: world.log.exists() and b"forged" in world.log.read_bytes(), 20)
+    world.bus.until(lambda: world.log.exists() and b"forged" in world.log.read_bytes(), 60)
     assert world.told(NodeExited) == [], "the worker said that it is gone, and lives"
     said = [json.loads(record["payload"]["value"]) for record in world.records() if ".stdout" in record["channel"]]
     assert '{"type":"shutdown"}' in [record["line"]["line"] for record in said], "a line like any other"
-    world.bus.until(lambda: world.told(NodeExited), 20)
+    world.bus.until(lambda: world.told(NodeExited), 60)
 
 
 @pytest.mark.spec("S1 2.7", "S1 5.9", "S1 8.9", "S1 8.7", "S1 8.6", "S1 3.9")
@@ -146,7 +146,7 @@ def test_every_kind_of_observation_arrives_as_its_record(world: World) -> None:
     world.order(PrepareProvider(run_id=1, provider="process"), ProviderPrepared)
     spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image="none")
     world.order(StartNode(spec=spec, run=b"\x01" * 16, orchestrator=world.address), NodeStarted)
-    world.bus.until(lambda: world.told(NodeExited), 20)
+    world.bus.until(lambda: world.told(NodeExited), 60)
     world.order(Flush(), Flushed)
     records = world.records()
 

@@ -28,7 +28,7 @@ SECONDS = 3
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path / "r", tmp_path / "logs" / "a.jsonl")
-    world.bus.until(lambda: world.told(ServiceReady), 20)
+    world.bus.until(lambda: world.told(ServiceReady), 60)
     yield world
     world.bus.close()
 
@@ -74,7 +74,7 @@ def test_slow_and_dead_subscribers_slow_nobody(world: World) -> None:
         if dying and sent > RATE:
             dying.pop().close()
     took = time.monotonic() - begin
-    world.bus.until(lambda: not world.host.node.unsettled, 20)
+    world.bus.until(lambda: not world.host.node.unsettled, 60)
     flushed = world.flush()
     assert flushed.error == ""
     observer = world.host.node.system.actor(world.host.observer)
@@ -100,13 +100,13 @@ def test_slow_and_dead_subscribers_slow_nobody(world: World) -> None:
 def test_a_subscriber_gets_replay_filters_and_new_frames(world: World) -> None:
     emit(world, 1)
     world.host.deliver(world.host.observer, Emit("other", b"{}"))
-    world.bus.until(lambda: not world.host.node.unsettled, 10)
+    world.bus.until(lambda: not world.host.node.unsettled, 60)
     world.flush()
     sock = subscribe(world, b'{"replay":true,"channels":["load"]}')
     for _ in range(20):
         world.bus.pump()
     emit(world, 2)
-    world.bus.until(lambda: not world.host.node.unsettled, 10)
+    world.bus.until(lambda: not world.host.node.unsettled, 60)
     world.flush()
     lines = read_lines(sock)
     assert "header" in lines[0] and [channel["name"] for channel in lines[1]["channels"]] == ["load"]
@@ -118,6 +118,6 @@ def test_a_subscriber_gets_replay_filters_and_new_frames(world: World) -> None:
 def test_a_restarted_collector_binds_its_socket_again(world: World) -> None:
     world.bus.kill(Role.COLLECTOR)
     world.bus.start(Role.COLLECTOR)
-    world.bus.until(lambda: len(world.told(ServiceReady)) > 1, 20)
+    world.bus.until(lambda: len(world.told(ServiceReady)) > 1, 60)
     with subscribe(world) as sock:
         assert "header" in read_lines(sock, 0.5)[0]

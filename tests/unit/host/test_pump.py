@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from common.security import init
 from tests.support.bus import RealBus
 from tests.support.echo import Sink, Source
 
+ENOUGH = 20
+
 
 class Ticker(Actor):
-    """Ticks each 10 ms and starts one job; `tick_ms` of the handler itself can be made long."""
+    """Ticks each 10 ms and starts one job, which waits for ENOUGH ticks; the handler itself can be made long."""
 
     Incoming: ClassVar[tuple[type, ...]] = (JobDone,)
 
@@ -28,14 +31,17 @@ class Ticker(Actor):
         self.ticks = 0
         self.done: list[JobDone] = []
         self._job, self._blocks_s = job, blocks_s
+        self.enough = threading.Event()
 
     def on_start(self, ctx: Ctx) -> None:
         ctx.timer("tick", 10)
         if self._job:
-            ctx.effect(RunJob("wait", "one", {"seconds": 0.5}))
+            ctx.effect(RunJob("wait", "one", {"event": self.enough}))
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
         self.ticks += 1
+        if self.ticks == ENOUGH:
+            self.enough.set()
         time.sleep(self._blocks_s)
         ctx.timer("tick", 10)
 
@@ -48,7 +54,7 @@ class Ticker(Actor):
 def host(tmp_path: Path) -> Iterator[Host]:
     """A host whose router is not there: the pump needs nobody."""
     made = Host.from_bus_file(init(tmp_path / "r", relay=False)[Role.GATEWAY])
-    made.jobs["wait"] = lambda seconds: time.sleep(seconds)
+    made.jobs["wait"] = lambda event: event.wait(60)
     yield made
 
 
@@ -58,7 +64,7 @@ def test_waiting_work_never_stops_the_pump(host: Host) -> None:
     host.spawn(ticker)
     assert host.run() == 0
     assert [done.error for done in ticker.done] == [""]
-    assert ticker.ticks >= 20, "timers went on while the job waited half a second on its thread"
+    assert ticker.ticks >= ENOUGH and ticker.done[0].result, "timers went on while the job waited on its thread"
 
 
 @pytest.mark.spec("S1 9.14")
@@ -79,15 +85,15 @@ def test_actor_messages_move_only_while_the_pump_runs(tmp_path: Path) -> None:
         other, agent = bus.agent(1), bus.agent(0)
         sink = Sink()
         address = other.spawn(sink)
-        bus.until(lambda: agent.node.views.routes.owner(address) and agent.node.link.is_up(Plane.PROMPT), 10)
+        bus.until(lambda: agent.node.views.routes.owner(address) and agent.node.link.is_up(Plane.PROMPT), 60)
         source = Source(address, 1, text="echo")
         agent.spawn(source)
-        bus.until(lambda: source.sent, 5, agent)
+        bus.until(lambda: source.sent, 60, agent)
         started = time.monotonic()
         while time.monotonic() - started < 0.3:
             bus.pump(agent)
         assert sink.got == [], "the other node did not turn, so nothing was handled there"
-        bus.until(lambda: sink.got == [1], 5, other)
-        bus.until(lambda: source.replies == [1], 5)
+        bus.until(lambda: sink.got == [1], 60, other)
+        bus.until(lambda: source.replies == [1], 60)
     finally:
         bus.close()

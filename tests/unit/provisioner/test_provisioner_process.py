@@ -183,22 +183,22 @@ def test_a_worker_is_admitted_started_and_stopped(make_world: Callable[[str], Wo
     # Whoever has the launch file can join as that worker.
     keys = KeyPair(bytes.fromhex(launch.public_key), bytes.fromhex(launch.secret_key))
     agent = world.bus.agent(keys=keys)
-    world.bus.until(lambda: agent.node.link.up, 10)
-    world.bus.until(lambda: any(b'"ready"' in payload for payload in world.collector.payloads), 5)
+    world.bus.until(lambda: agent.node.link.up, 60)
+    world.bus.until(lambda: any(b'"ready"' in payload for payload in world.collector.payloads), 60)
     world.order(CompleteBootstrap())
     assert world.until(BootstrapCompleted) == BootstrapCompleted()
     world.order(StopNodes())
     assert world.until(NodesStopped) == NodesStopped(stopped=[1])
     assert not stage.alive_with(started.handle)
-    world.bus.until(lambda: not agent.node.link.up, 10)
-    world.bus.until(lambda: any(b"NodeStopped" in payload for payload in world.collector.payloads), 5)
+    world.bus.until(lambda: not agent.node.link.up, 60)
+    world.bus.until(lambda: any(b"NodeStopped" in payload for payload in world.collector.payloads), 60)
     text = b"\n".join(world.collector.payloads)
     positions = [text.index(word) for word in (b"ProvisionStart", b'"ready"', b"NodeLive", b'"bye"', b"NodeStopped")]
     assert positions == sorted(positions)
     assert launch.secret_key.encode() not in text
     world.order(RunEnded(status=0))
     world.bus.pump()
-    world.bus.until(lambda: not world.host.node.unsettled, 5)
+    world.bus.until(lambda: not world.host.node.unsettled, 60)
     world.provisioner.terminate()
     assert world.exit_status(5) == 0
     assert list((world.state / "swactor-mq" / "ledger").iterdir()) == []
@@ -219,7 +219,7 @@ def test_when_the_owner_is_gone_the_worker_goes_and_the_provisioner_too(
 ) -> None:
     world = make_world("stubborn")
     handle = world.start().handle
-    world.bus.until(lambda: len(stage.alive_with(handle)) == 3, 5)
+    world.bus.until(lambda: len(stage.alive_with(handle)) == 3, 60)
     world.bus.kill(Role.ROUTER)
     os.close(world.owner)
     world.owner = os.open("/dev/null", os.O_RDONLY)
@@ -234,7 +234,7 @@ def test_when_the_provisioner_is_killed_its_cleanup_stops_the_worker(
 ) -> None:
     world = make_world("stubborn")
     handle = world.start().handle
-    world.bus.until(lambda: len(stage.alive_with(handle)) == 3, 5)
+    world.bus.until(lambda: len(stage.alive_with(handle)) == 3, 60)
     world.provisioner.kill()
     assert world.exit_status(5) == -9
     cleanup = [sys.executable, "-P", "-m", "services.provisioner", "--cleanup"]

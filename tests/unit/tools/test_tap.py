@@ -319,7 +319,7 @@ def test_taps_of_router_and_relay_are_joined_recorded_and_ctrl_c_ends_well(tmp_p
         while time.monotonic() < until:
             bus.pump()
         agent.spawn(Source(address, 20))
-        bus.until(lambda: len(sink.got) == 20, 10)
+        bus.until(lambda: len(sink.got) == 20, 60)
         until = time.monotonic() + 2
         while time.monotonic() < until:
             bus.pump()
@@ -349,9 +349,9 @@ def test_the_tap_key_alone_may_listen_and_it_may_do_nothing_else(tmp_path: Path)
     worker, rightful = TapReader(file.taps, bus.agent_keys[0]), TapReader(file.taps, file.keys)
     try:
         gateway = bus.service(Role.GATEWAY)
-        bus.until(lambda: gateway.node.link.up, 10)
+        bus.until(lambda: gateway.node.link.up, 60)
         heard: list[tuple[str, bytes]] = []
-        bus.until(lambda: heard.extend(rightful.read(0)) or heard, 10)
+        bus.until(lambda: heard.extend(rightful.read(0)) or heard, 60)
         assert worker.read(300) == []
     finally:
         worker.close()
