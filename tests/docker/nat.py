@@ -73,7 +73,7 @@ class Nat:
         """As an argument vector."""
         return ["nsenter", f"--net=/run/netns/{self.clients[client]}", *command]
 
-    def run(self, client: int, command: Sequence[str], limit_s: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, client: int, command: Sequence[str], limit_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run it there to its end."""
         line = self.command(client, *command)
         return subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)

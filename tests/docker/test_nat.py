@@ -40,17 +40,17 @@ def test_the_nat_is_symmetric_and_lets_nothing_in(nat: Nat) -> None:
     with contextlib.ExitStack() as stack:
         for port in (0, 0):
             listener = stack.enter_context(socket.create_server((GATEWAY, port)))
-            listener.settimeout(10)
+            listener.settimeout(60)
             thread = threading.Thread(target=lambda server=listener: seen.append(server.accept()[1]))
             thread.start()
             # Whichever side closes first leaves the port waiting, and the second dial starts from it again.
             dial = (
                 "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
-                f"s.bind(('0.0.0.0', 5000)); s.settimeout(5); s.connect({listener.getsockname()!r})"
+                f"s.bind(('0.0.0.0', 5000)); s.settimeout(30); s.connect({listener.getsockname()!r})"
             )
             done = nat.run(0, [sys.executable, "-c", dial])
             assert done.returncode == 0, done.stderr
-            thread.join(10)
+            thread.join(60)
     ports = [port for _, port in seen]
     assert [host for host, _ in seen] == [EXTERNAL] * 2
     assert len(set(ports)) == 2 and 5000 not in ports, "one source port, another mapping for each peer"
@@ -116,7 +116,7 @@ datastream_frame_log = "{tmp_path}/frames.jsonl"
             stack.say("stop\n")
             assert stack.wait(60) == 0, stack.stderr
         for worker in workers:
-            worker.wait(30)
+            worker.wait(60)
     finally:
         for worker in workers:
             worker.kill()
