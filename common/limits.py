@@ -67,7 +67,6 @@ LEASE_TTL_RENTED_MS = 300_000  # a tunnel over somebody's home line may be down 
 WORKER_SILENT_MS_SERVING = 60_000  # design.md 6 row 22
 WORKER_SILENT_MS_STARTUP = 30_000
 DEAD_WORKER_FAULT_MS = 5000  # row 22: the active request is faulted after this
-UNDELIVERED_GRACE_MS = 2000  # twice what a provider takes to notice an exit: its word says more than "unroutable"
 STDERR_TAIL_LINES = 50
 WORKER_RESTARTS_MAX = 3  # [runtime] on_worker_loss = "restart": a worker that dies again and again is broken, not lost
 WORKER_RESTARTS_WINDOW_MS = 600_000  # above three starts with their back-off; a loss an hour is no crash loop

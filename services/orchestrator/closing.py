@@ -21,14 +21,15 @@ from common.messages.serve import CloseRpc
 from common.messages.service import RunEnded
 from common.messages.stream import Flush
 from services.orchestrator.actor import EndRun
-from services.orchestrator.base import CLOSING, SERVICES_OF_A_RUN, Phase, RunBase, RunOver, Worker
+from services.orchestrator.base import CLOSING, SERVICES_OF_A_RUN, Phase, RunOver, Worker
+from services.orchestrator.reaching import Reaching
 
 STEP_TIMER = "close:step"
 LEASE_TIMER = "run:lease"
 STOP_LEFT = "the next start of the provider stops what is left"
 
 
-class Closing(RunBase):
+class Closing(Reaching):
     """From the first reason to end until RunOver."""
 
     def __init__(self) -> None:

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 from common.actors import Ctx
 from common.addresses import Role
 from common.effects import SendFailed, StopSignal, ViewChanged
-from common.limits import SERVICE_READY_MS, UNDELIVERED_GRACE_MS
+from common.limits import SERVICE_READY_MS
 from common.messages.config import ConfigFailed, ConfigGet, ConfigSlice
 from common.messages.member import MemberChanged
-from common.messages.node_agent import ProvisionStage
 from common.messages.provision import (
     BootstrapCompleted,
     NodeExited,
@@ -42,13 +41,11 @@ from common.messages.serve import (
     PromptActive,
     PromptRpcFailed,
     PromptRpcReady,
-    ResumeServing,
     RpcClosed,
     ServingDisturbed,
     ServingFailed,
     ServingRestored,
     ShutdownRequested,
-    SuspendServing,
 )
 from common.messages.service import LeaseKept, ServiceFailed, ServiceReady
 from common.messages.stream import DatastreamSubscribe, ExpectFlow, Flushed
@@ -56,13 +53,13 @@ from common.records import CHANNEL_STDERR, CHANNEL_STDOUT, LogStream, log_record
 from services.orchestrator.actor import ReportsPending
 from services.orchestrator.base import LIMIT_TIMER, SERVICES_OF_A_RUN, Phase, Worker
 from services.orchestrator.closing import LEASE_TIMER, STEP_TIMER
+from services.orchestrator.reaching import FINAL_REASONS, UNREACHED_TIMER
 from services.orchestrator.readiness import ACK_TIMER
 from services.orchestrator.restart import RESTART_TIMER, RestartingRun
 from services.orchestrator.serving import SILENT_TIMER
 from services.orchestrator.stages import STAGE_TIMER
 
 SERVICES_TIMER = "run:services"
-UNDELIVERED_TIMER = "run:undelivered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +132,6 @@ class RunActor(RestartingRun):
     def __init__(self, nonce: bytes) -> None:
         super().__init__(nonce)
         self._held_failure: ServiceFailed | None = None
-        self._undelivered: tuple[Phase, str, Worker | None] | None = None
-        """A loss that so far only the bus tells of."""
 
     # --- life -------------------------------------------------------------------------------------------------
     def on_start(self, ctx: Ctx) -> None:
@@ -171,8 +166,8 @@ class RunActor(RestartingRun):
                 self.provision_stage(ctx)
             case _ if key == STEP_TIMER:
                 self.step_timed_out(ctx)
-            case _ if key == UNDELIVERED_TIMER:
-                self._undelivered_due(ctx)
+            case _ if key == UNREACHED_TIMER:
+                self.reach_again(ctx)
             case _:
                 super().on_timer(key, ctx)
 
@@ -304,45 +299,36 @@ class RunActor(RestartingRun):
 
     def _send_failed(self, msg: SendFailed, ctx: Ctx) -> None:
         """S1 10.12: the error belongs to the phase that attempted the send. What is repeated anyway, or what the run
-        can do without, is none."""
+        can do without, is none, and nobody is lost before his silence limit (reaching.py)."""
         if not self.active:
             self.step_undelivered(msg.message, msg.dst, msg.reason, ctx)
             return
         reason = msg.reason.replace("_", " ")
         worker = next((worker for worker in self.workers.values() if msg.dst == worker.node_actor), None)
+        role = next((role for role in self.services if msg.dst == self.service(ctx, role)), None)
         if isinstance(msg.message, DatastreamSubscribe | ExpectFlow):
             self.record(ctx, "datastream_subscribe", "failed", {"error": reason})
-        elif worker is not None and worker.dead_since_ms is not None and isinstance(msg.message, ProvisionStage):
-            pass  # it is sent again each second; how long a dead worker may stay away is SWIM's limit (row 22)
-        elif isinstance(msg.message, SuspendServing | ResumeServing):
-            self.suspension_unsaid()
-        elif not isinstance(msg.message, ConfigGet):
+        elif isinstance(msg.message, ConfigGet) or (worker is None and role is None):
+            pass  # it asks again; a worker that was replaced or left out is missed by nobody
+        elif worker is not None and (worker.exited or worker.dead_since_ms is not None):
+            pass  # how long a dead worker may stay away is SWIM's limit (row 22)
+        else:
             what = type(msg.message).__name__ + (f" to {self.name_of(worker)}" if worker else "")
             error = f"{what} could not be delivered: {reason}"
-            role = next((role for role, (address, _) in self.services.items() if address == msg.dst), None)
-            if msg.reason not in ("unroutable", "peer_lost"):
-                self._undeliverable(ctx, error, worker)
-                return
-            if role is not None:
+            if msg.reason in FINAL_REASONS:
+                self.undeliverable(ctx, error, worker, self.phase)
+            elif worker is not None:
+                self.not_reached(worker, msg, error, ctx)
+            elif role is not None:
                 error = f"the {str(role).replace('_', ' ')} did not answer: {error}"
-            if self._undelivered is None:
-                # The bus is the first to know of a process that has just died, and the last to know how.
-                self._undelivered = self.phase, error, worker
-                ctx.timer(UNDELIVERED_TIMER, UNDELIVERED_GRACE_MS)
+                self.not_reached(role, msg, error, ctx)
 
-    def _undelivered_due(self, ctx: Ctx) -> None:
-        """Nobody has said how it was lost. Past the phase, a repetition has got through."""
-        assert self._undelivered is not None
-        (phase, error, worker), self._undelivered = self._undelivered, None
-        is_told = worker is not None and (self.workers.get(worker.stage_index) is not worker or worker.exited)
-        if phase is self.phase and not is_told:
-            self._undeliverable(ctx, error, worker)
-
-    def _undeliverable(self, ctx: Ctx, error: str, worker: Worker | None) -> None:
+    def undeliverable(self, ctx: Ctx, error: str, worker: Worker | None, phase: Phase) -> None:
+        """The phase that attempted the send fails; or the next attempt to replace this worker begins."""
         if worker is not None and self.restarting:
             self.thwarted(ctx, error, worker)
         else:
-            self.fail(ctx, error, worker=worker)
+            self.fail(ctx, error, phase=phase, worker=worker)
 
     def _stdio(self, msg: StdioLine, ctx: Ctx) -> None:
         stream = LogStream.STDOUT if msg.stream == "stdout" else LogStream.STDERR

@@ -201,7 +201,7 @@ class PlannedRun(StartUp):
         )
         self.rpc_open = True
         self.record(ctx, "token_endpoints", "started", {})
-        ctx.send(self.service(ctx, Role.GATEWAY), message)
+        self.say(Role.GATEWAY, message, ctx)
 
     def _reachable(self, endpoint: EndpointWire) -> EndpointWire:
         """[pipeline] edges = "relay": over the bus, whatever could be dialled."""
@@ -221,7 +221,7 @@ class PlannedRun(StartUp):
             self.fail(ctx, str(error))
             return
         assert len(wires) == len(self.plan.stages)
-        ctx.send(self.service(ctx, Role.GATEWAY), OpenTokenIn(run_id=self.run_id, token_in=wire))
+        self.say(Role.GATEWAY, OpenTokenIn(run_id=self.run_id, token_in=wire), ctx)
         super().begin_stages(ctx)
 
     def _token_endpoint_ready(self, msg: TokenEndpointReady, ctx: Ctx) -> None:

@@ -208,7 +208,7 @@ class Readiness(Stages):
         error = f"complete_bootstrap was not answered by the provisioner within {limit_s} s"
         self.limit(ctx, PROVIDER_START_MS, error)
         self.record(ctx, "complete_bootstrap", "started", {"provider": self.provider})
-        ctx.send(self.service(ctx, Role.PROVISIONER), CompleteBootstrap())
+        self.say(Role.PROVISIONER, CompleteBootstrap(), ctx)
 
     def bootstrap_completed(self, error: str, ctx: Ctx) -> None:
         """The provider has handed the workers over."""

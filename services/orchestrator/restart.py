@@ -140,7 +140,7 @@ class RestartingRun(PlannedRun):
 
     # --- attempts -----------------------------------------------------------------------------------------------
     def _hold(self, error: str, ctx: Ctx) -> None:
-        ctx.send(self.service(ctx, Role.GATEWAY), HoldServing(error=error))
+        self.say(Role.GATEWAY, HoldServing(error=error), ctx)
 
     def _attempt_soon(self, error: str, ctx: Ctx) -> None:
         """Back-off, or the end."""
@@ -225,7 +225,7 @@ class RestartingRun(PlannedRun):
         limit_s = PROVIDER_START_MS // 1000
         self.limit(ctx, PROVIDER_START_MS, f"the prompt gateway did not go on serving within {limit_s} s")
         ordered = [worker for _, worker in sorted(self.workers.items())]
-        ctx.send(self.service(ctx, Role.GATEWAY), RestoreServing(run=self.prompt_rpc(ordered)))
+        self.say(Role.GATEWAY, RestoreServing(run=self.prompt_rpc(ordered)), ctx)
 
     def _restored(self, replayed: int, ctx: Ctx) -> None:
         loss = self._loss

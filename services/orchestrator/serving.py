@@ -10,8 +10,6 @@ from common.limits import (
     LEASE_MS,
     LEASE_TTL_MS,
     STDERR_TAIL_LINES,
-    WORKER_SILENT_MS_SERVING,
-    WORKER_SILENT_MS_STARTUP,
     lease_ttl_ms,
     network_profile,
 )
@@ -34,8 +32,6 @@ class Serving(Closing):
         super().__init__()
         self._suspension = ""
         """What the gateway is to fault prompts with; empty while it serves."""
-        self._is_unsaid = False
-        """The last word of that did not get through."""
         self._stop_requests = 0
         self._prompt: PromptActive | None = None
         """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
@@ -68,8 +64,6 @@ class Serving(Closing):
         """The gateway's answer to a lease: it can be reached."""
         if ctx.sender == self.service(ctx, Role.GATEWAY):
             self._gateway_kept_ms = ctx.now_ms
-            if self._is_unsaid and self.phase is Phase.SERVING:
-                self._say_suspension(ctx)
 
     def _check_gateway(self, ctx: Ctx) -> None:
         """A gateway that hangs has no exit status and no SWIM: only its silence tells. While this process's own way to
@@ -78,12 +72,9 @@ class Serving(Closing):
             return
         if not ctx.views.link_up:
             self._gateway_kept_ms = ctx.now_ms
-        limit_ms = self._silent_limit_ms()
+        limit_ms = self.silent_limit_ms()
         if ctx.now_ms - self._gateway_kept_ms >= limit_ms:
             self.service_lost(Role.GATEWAY, f"did not answer for {limit_ms // 1000} s {self.when()}", ctx)
-
-    def _silent_limit_ms(self) -> int:
-        return WORKER_SILENT_MS_SERVING if self.phase is Phase.SERVING else WORKER_SILENT_MS_STARTUP
 
     # --- stop requests ----------------------------------------------------------------------------------------
     def stop_requested(self, source: str, ctx: Ctx) -> None:
@@ -149,7 +140,7 @@ class Serving(Closing):
         silent = [worker for worker in self.workers.values() if worker.dead_since_ms is not None]
         if not silent or not self.active:
             return
-        limit_ms = self._silent_limit_ms()
+        limit_ms = self.silent_limit_ms()
         for worker in silent:
             # While membership restarts it reads Unknown, which never fails a run (design.md 2).
             is_dead = ctx.views.members.state(worker.node_key) in ("dead", "left")
@@ -179,13 +170,8 @@ class Serving(Closing):
             self._say_suspension(ctx)
 
     def _say_suspension(self, ctx: Ctx) -> None:
-        self._is_unsaid = False
         word = SuspendServing(error=self._suspension) if self._suspension else ResumeServing()
-        ctx.send(self.service(ctx, Role.GATEWAY), word)
-
-    def suspension_unsaid(self) -> None:
-        """The gateway could not be reached: it hears it as soon as it can be, or it would wait for ever."""
-        self._is_unsaid = True
+        self.say(Role.GATEWAY, word, ctx)
 
     def worker_restarted(self, worker: Worker, readiness_id: int, ctx: Ctx) -> None:
         """It reports a new runtime after the old one was acknowledged: stage, weights and requests of that are gone."""

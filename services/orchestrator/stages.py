@@ -150,7 +150,7 @@ class Stages(Serving):
         self.record(ctx, "prompt_rpc", "started", {"bind": self.config.rpc_bind})
         ordered = [worker for _, worker in sorted(self.workers.items())]
         self.rpc_open = True
-        ctx.send(self.service(ctx, Role.GATEWAY), self.prompt_rpc(ordered))
+        self.say(Role.GATEWAY, self.prompt_rpc(ordered), ctx)
 
     def prompt_rpc(self, ordered: list[Worker]) -> OpenPromptRpc:
         """What the gateway has to know to serve in direct mode; ordered: by stage."""

@@ -81,7 +81,7 @@ class StartUp(Readiness):
         self.provider_touched = True
         self.record(ctx, "node_provisioner", "started", {"provider": self.provider})
         message = PrepareProvider(run_id=self.run_id, provider=self.config.provider)
-        ctx.send(self.service(ctx, Role.PROVISIONER), message)
+        self.say(Role.PROVISIONER, message, ctx)
 
     def provider_prepared(self, reconciled: int, ctx: Ctx) -> None:
         """The provider can start workers; leftovers of earlier runs are stopped."""
@@ -141,7 +141,7 @@ class StartUp(Readiness):
         started = {"provider": self.provider, "image": spec.image, "stage_index": spec.stage_index}
         self.record(ctx, "provider_start", "started", started, spec.node_id)
         start = StartNode(spec=spec, orchestrator=self.actor_address, run=self.nonce)
-        ctx.send(self.service(ctx, Role.PROVISIONER), start)
+        self.say(Role.PROVISIONER, start, ctx)
 
     def limit_error(self, ctx: Ctx) -> str:
         """Of the start: which workers did not."""

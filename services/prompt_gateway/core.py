@@ -32,6 +32,9 @@ from common.messages.serve import (
     ServingRestored,
     ShutdownRequested,
     SuspendServing,
+    TokenEndpointFailed,
+    TokenEndpointReady,
+    TokenOutListening,
 )
 from common.messages.service import Lease, LeaseKept, RunEnded
 from common.service_actor import ServiceActor
@@ -76,7 +79,9 @@ CONNECTIONS_HELD_MAX = 2 * RPC_CONNECTIONS_MAX  # served ones and those that are
 
 RPC_TIMER = "rpc:close"
 UNSAID_TIMER = "rpc:unsaid"
-SAID_UNTIL_HEARD = (PromptRpcReady, ServingFailed, ServingDisturbed, ServingRestored, ShutdownRequested)
+OF_ONE_ATTEMPT = (TokenOutListening, TokenEndpointReady, TokenEndpointFailed, ServingDisturbed, ServingRestored)
+"""Said too late, these would be taken for news of the attempt to serve that follows."""
+SAID_UNTIL_HEARD = (*OF_ONE_ATTEMPT, PromptRpcReady, PromptRpcFailed, ServingFailed, ShutdownRequested)
 CLIENT_TIMER = "client:"
 PROBE_TIMER = "probe:"
 
@@ -141,7 +146,7 @@ class GatewayActor(ServiceActor):
         self._opener = b""
         self._next_run: tuple[OpenPromptRpc, bytes] | None = None
         """What another orchestrator asked for while the run before it is being settled."""
-        self._unsaid: dict[type, Message] = {}
+        self._unsaid: list[tuple[bytes, Message]] = []
         """What the bus could not deliver to the orchestrator, and is said again."""
         self._bind = ("", 0)
         self._next_prompt_id = 1
@@ -184,6 +189,7 @@ class GatewayActor(ServiceActor):
                 if self.loop:
                     self.loop.resume(ctx)
             case HoldServing() if self.loop and self._is_own(ctx):
+                self._unsaid = [said for said in self._unsaid if not isinstance(said[1], OF_ONE_ATTEMPT)]
                 self.edges.drop(ctx)
                 self.loop.hold(msg.error, ctx)
             case RestoreServing() if self._is_own(ctx):
@@ -238,7 +244,7 @@ class GatewayActor(ServiceActor):
         if self.state in (RpcState.BINDING, RpcState.OPEN):
             error = "the prompt gateway lost the orchestrator's lease and closed the prompt RPC"
             ctx.send(self._opener, ServingFailed(error=error))
-            self._close("the orchestrator does not answer; the run is over", ctx)
+        self._close("the orchestrator does not answer; the run is over", ctx)
 
     def on_run_ended(self, msg: RunEnded, ctx: Ctx) -> None:
         """Settle what is left and wait for the next run. What an earlier run says late is not about this one."""
@@ -288,6 +294,8 @@ class GatewayActor(ServiceActor):
             except ValueError as bad:
                 error = f"the prompt RPC cannot be bound: {bad}"
         if error:
+            if self.state is RpcState.CLOSED:
+                self._opener = opener
             ctx.send(opener, PromptRpcFailed(error=error))
             return
         self.state, self._run, self._opener, self._bind = RpcState.BINDING, msg, opener, where
@@ -367,7 +375,7 @@ class GatewayActor(ServiceActor):
             self.edges.close(ctx)
         ctx.cancel(UNSAID_TIMER)
         self._unsaid.clear()
-        self.state, self._run, self._suspension = RpcState.CLOSED, None, None
+        self.state, self._run, self._opener, self._suspension = RpcState.CLOSED, None, b"", None
         if self.loop:
             self._next_prompt_id = self.loop.next_id
             self.loop = None
@@ -383,18 +391,20 @@ class GatewayActor(ServiceActor):
     def _on_send_failed(self, failed: SendFailed, ctx: Ctx) -> None:
         if self.loop:
             self.loop.send_failed(failed, ctx)
-        if failed.dst == self._opener:
-            if self.state is RpcState.OPEN and isinstance(failed.message, SAID_UNTIL_HEARD):
-                self._unsaid[type(failed.message)] = failed.message
+        if failed.dst in (self._opener, self.edges.opener):
+            is_passing = failed.reason != "peer_lost" and self.state is not RpcState.CLOSING
+            if is_passing and isinstance(failed.message, SAID_UNTIL_HEARD):
+                self._unsaid.append((failed.dst, failed.message))
                 ctx.timer(UNSAID_TIMER, OWN_RETRY_MS)
             name = type(failed.message).__name__
             ctx.effect(Log("warning", f"{name} did not reach the orchestrator: {failed.reason}"))
 
     def _say_again(self, ctx: Ctx) -> None:
-        """Unheard, a broken gateway would fault every prompt for ever, and a client's shutdown would be lost."""
-        unsaid, self._unsaid = self._unsaid, {}
-        for message in unsaid.values():
-            ctx.send(self._opener, message)
+        """Unheard, a broken gateway would fault every prompt for ever, a client's shutdown would be lost, a start would
+        wait."""
+        unsaid, self._unsaid = self._unsaid, []
+        for opener, message in unsaid:
+            ctx.send(opener, message)
 
     def _drain_replies(self, ctx: Ctx) -> None:
         for _, inbox in self._inboxes.values():

@@ -142,6 +142,9 @@ class TokenEdges:
 
     def __init__(self) -> None:
         self._bound = False
+        self._asked: OpenTokenOut | None = None
+        self._listening: EndpointWire | None = None
+        """The answer to it."""
         self.token_in: int | None = None
         self.token_out: int | None = None
         self.failed = ""
@@ -151,25 +154,28 @@ class TokenEdges:
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """One of TOKEN_EDGE_EVENTS but TokenRecord, which is the serving loop's."""
         match msg:
+            case OpenTokenOut() if msg == self._asked and ctx.sender == self.opener:
+                if self._listening is not None:
+                    ctx.reply(TokenOutListening(endpoint=self._listening))
             case OpenTokenOut():
                 if self.token_out is not None:
                     self.close(ctx)
-                self._bound = True
+                self._bound, self._asked = True, msg
                 self.opener, self.failed = ctx.sender, ""
                 self.token_out = msg.token_out.edge_id
                 ctx.effect(ListenTokenOut(msg.run, msg.token_out))
                 ctx.timer(PUMP_TIMER, TOKEN_EDGES_PUMP_MS)
-            case TokenOutBound():
+            case TokenOutBound() if self.token_out is not None:
                 if msg.error:
                     ctx.send(self.opener, TokenEndpointFailed(endpoint="TokenOut", error=msg.error))
                 else:
-                    endpoint = EndpointWire(node_key=ctx.node, candidates=msg.candidates, relay=True)
-                    ctx.send(self.opener, TokenOutListening(endpoint=endpoint))
+                    self._listening = EndpointWire(node_key=ctx.node, candidates=msg.candidates, relay=True)
+                    ctx.send(self.opener, TokenOutListening(endpoint=self._listening))
             case OpenTokenIn():
                 if self.token_out is not None and self.token_in is None:
                     self.token_in = msg.token_in.edge_id
                     ctx.effect(DialTokenIn(msg.token_in))
-            case EdgeUp():
+            case EdgeUp() if self.token_out is not None:
                 ready = TokenEndpointReady(endpoint=self._name(msg.edge_id), path=msg.path)
                 ctx.send(self.opener, ready)
             case EdgeDown():
@@ -197,15 +203,15 @@ class TokenEdges:
     def drop(self, ctx: Ctx) -> None:
         """Their stages are gone or take others: nothing that still comes counts."""
         if self.token_out is not None:
-            self.token_in = self.token_out = None
+            self.token_in = self.token_out = self._asked = self._listening = None
             ctx.cancel(PUMP_TIMER)
             ctx.effect(DropTokenEdges())
 
     def close(self, ctx: Ctx) -> None:
         """The run is over; idempotent."""
         if self._bound:
-            self._bound = False
-            self.token_in = self.token_out = None
+            self._bound, self.opener = False, b""
+            self.token_in = self.token_out = self._asked = self._listening = None
             ctx.cancel(PUMP_TIMER)
             ctx.effect(CloseTokenEdges())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.addresses import Role
 from common.config_slices import OrchestratorSlice, encode_slice
-from common.effects import ViewChanged
+from common.effects import SendFailed, ViewChanged
 from common.messages.bus import MemberEntry, RouteEntry, Snapshot, ViewItem
 from common.messages.config import ConfigSlice
 from common.messages.node_agent import EmbeddedGguf, LocalPath
@@ -223,6 +223,22 @@ class Play:
 
     def flushed(self) -> None:
         self.from_service(Role.COLLECTOR, Flushed(archived=1))
+
+    def out_of_reach(self, dst: bytes, message: Any, for_ms: int, reason: str = "unroutable") -> list[int]:
+        """`message` and each repetition of it is given back, for so long. Returns when it was repeated."""
+        repeated: list[int] = []
+        begin_ms = self.harness.now_ms
+        self.tell(SendFailed(dst, message, reason))
+        while self.harness.now_ms - begin_ms < for_ms:
+            assert self.run.active, f"over after {self.harness.now_ms - begin_ms} ms"
+            self.harness.advance(250)
+            outbound = self.harness.system.outbound
+            again = [out for out in outbound if out.dst == dst and type(out.message) is type(message)]
+            outbound[:] = [out for out in outbound if out not in again]
+            for out in again:
+                repeated.append(self.harness.now_ms - begin_ms)
+                self.tell(SendFailed(dst, out.message, reason))
+        return repeated
 
     def until(self, phase: Phase) -> Play:
         """Through the happy path to the beginning of this phase; what was said until then is forgotten."""

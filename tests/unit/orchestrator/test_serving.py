@@ -6,7 +6,7 @@ import pytest
 
 from common.addresses import Role
 from common.effects import SendFailed
-from common.limits import DEAD_WORKER_FAULT_MS, WORKER_SILENT_MS_SERVING, WORKER_SILENT_MS_STARTUP
+from common.limits import DEAD_WORKER_FAULT_MS, OWN_RETRY_MS, WORKER_SILENT_MS_SERVING, WORKER_SILENT_MS_STARTUP
 from common.messages.member import MemberChanged
 from common.messages.node_agent import ProvisionStage
 from common.messages.serve import PromptActive, ResumeServing, SuspendServing
@@ -48,9 +48,9 @@ def test_a_word_of_suspension_that_did_not_reach_the_gateway_is_said_again(state
     assert play.said()[-1] == word
     play.tell(SendFailed(ADDRESS[Role.GATEWAY], word, "unroutable"))
     assert play.said() == []
-    play.gateway(LeaseKept())
+    play.harness.advance(OWN_RETRY_MS)
     assert play.said() == [word]
-    play.gateway(LeaseKept())
+    play.harness.advance(20 * OWN_RETRY_MS)
     assert play.said() == [] and play.at(Phase.SERVING)
 
 

@@ -83,6 +83,7 @@ class PipelineRig(Rig):
     def perform(self, effect: Effect) -> None:
         match effect:
             case ListenTokenOut():
+                self.other.append(effect)
                 self.h.tell(TokenOutBound(["ipc:///gw"]))
             case WriteTokenIn(_, data):
                 for record in self.decoder.feed(data):
