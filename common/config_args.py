@@ -28,6 +28,7 @@ usage: {PROGRAM} [ARGUMENTS]
        {PROGRAM} doctor [ARGUMENTS]       what this machine lacks for it, and what to do
        {PROGRAM} workers [--json]         what you own now, where, since when, at what price
        {PROGRAM} reconcile [--dry-run]    stop what an orchestrator that died has left
+       {PROGRAM} cache [--remove]         models, weights and kernels that are kept for the next start
 
 Starts the workers, serves prompts to them, and stops them again. Everything not listed here is set in the
 configuration file; config/ holds a commented example for each provider.

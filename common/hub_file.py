@@ -32,9 +32,8 @@ ATTEMPTS = 4  # of one piece
 BACKOFF_S = 0.5  # before the second attempt, doubled after each
 REQUEST_TIMEOUT_S = 60.0  # without a byte
 
-DISK_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG}
-)
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_ERRORS = NO_ROOM | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG}
 
 Progress = Callable[[str, int, int], None]
 """("download", bytes there, bytes wanted)."""
@@ -89,7 +88,8 @@ def reason(error: Exception, source: HuggingFaceGguf, token: str | None = None) 
     if status := getattr(getattr(error, "response", None), "status_code", 0):
         return f"{hub} answers with status {status}{'; mind HF_TOKEN' if status in (401, 403) else ''}"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{cache_folder()} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder"
+        rid = "`mvp-orchestrator cache --remove` makes room there, or " if error.errno in NO_ROOM else ""
+        return f"{cache_folder()} cannot be written: {error.strerror}; {rid}set XDG_CACHE_HOME to another folder"
     text = " ".join(str(error).split())[:400] or type(error).__name__
     for secret in filter(None, (token, os.environ.get("HF_TOKEN"))):
         text = text.replace(secret, "***")
@@ -115,6 +115,7 @@ class HubFile:
         if found.etag is None or found.size is None:
             raise RangesRefused("the hub does not say the file's size and hash")
         self.etag, self.size, self.commit = found.etag, found.size, found.commit_hash
+        self._name = full_name(source)
         self._until = until
         self._headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
         self._session: Any = get_session()
@@ -161,7 +162,7 @@ class HubFile:
     def kept(self) -> SparseFile:
         """Where its ranges are kept. Raises OSError."""
         name = hashlib.sha256(f"{self.etag} {self.size}".encode()).hexdigest()[:32]
-        return SparseFile(cache_folder() / "models" / f"{name}.gguf", self.size)
+        return SparseFile(cache_folder() / "models" / f"{name}.gguf", self.size, self._name)
 
 
 def _told(progress: Progress, done: int, total: int, count: int) -> None:

@@ -11,12 +11,15 @@ import contextlib
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.cache_files import write_whole
 
 Ranges = list[tuple[int, int]]
+SOURCE = ".source"
+"""Suffix of the note that says what a file is of; its time is that of the last use."""
 
 
 def merged(ranges: Iterable[tuple[int, int]], gap: int = 0) -> Ranges:
@@ -45,9 +48,10 @@ def missing(wanted: Ranges, have: Ranges) -> Ranges:
 
 
 class SparseFile:
-    """The file at `path`, whole it would have `size` bytes. Raises OSError where the folder cannot be written."""
+    """The file at `path`, whole it would have `size` bytes. name: what it is of. While this lives, `mvp-orchestrator
+    cache` leaves the file alone. Raises OSError where the folder cannot be written."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, name: str = "") -> None:
         self.path, self.size = path, size
         self._list, self._lock = path.with_suffix(".ranges"), path.with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +60,10 @@ class SparseFile:
                 self._list.unlink(missing_ok=True)
                 with path.open("wb") as file:
                     file.truncate(size)
+            used = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, used)
+            fcntl.flock(used, fcntl.LOCK_SH)
+            write_whole(path.with_suffix(SOURCE), name.encode())
             # A list that outlived its file says nothing: where the file is a hole it was made anew, or damaged.
             listed = self.have()
             if lost := missing(listed, self._written()):

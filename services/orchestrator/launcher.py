@@ -62,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         from services.orchestrator import owned_command
 
         return (owned_command.workers if args[0] == "workers" else owned_command.reconcile)(args[1:])
+    if args[:1] == ["cache"]:
+        from services.orchestrator import cache_command
+
+        return cache_command.cache(args[1:])
     if (text := information(args)) is not None:
         sys.stdout.write(text)
         return 0

@@ -82,6 +82,8 @@ class ModelFacts:
     embedding_bytes: int = 0
     head_bytes: int = 0
     kv_bytes_per_layer: int = 0
+    file_bytes: int = 0
+    """Of all tensors."""
 
 
 @dataclass(frozen=True, slots=True)

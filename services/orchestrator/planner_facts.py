@@ -25,6 +25,10 @@ KV_VALUE_BYTES = 2  # the cache is float16
 WEIGHT_VALUE_BYTES = 2  # so are the matrices of a loaded stage
 
 
+class NoRangesError(PlanError):
+    """The hub is there and does not let anybody look into the file: one worker can fetch it, a plan cannot be made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inspected:
     """A file whose index is here; name: for messages; source: where a worker finds the very same file."""
@@ -47,24 +51,24 @@ def planning_path(config: OrchestratorSlice) -> Path:
     return Path(config.gguf_source.path)
 
 
-def _inspected(config: OrchestratorSlice, token: str | None) -> Inspected:
+def _inspected(config: OrchestratorSlice, token: str | None, limit_ms: int) -> Inspected:
     """Raises PlanError for what cannot be inspected here (S1 9.3)."""
     if isinstance(config.gguf_source, HuggingFaceGguf) and is_on_hub(config):
-        return _from_hub(config.gguf_source, token)
+        return _from_hub(config.gguf_source, token, limit_ms)
     path = planning_path(config)
     if not path.is_file():
         raise PlanError(f"the model {path} does not exist or is not a file; set [model] cached_path to a GGUF file")
     return Inspected(path, str(path), worker_source(config))
 
 
-def _from_hub(source: HuggingFaceGguf, token: str | None) -> Inspected:
+def _from_hub(source: HuggingFaceGguf, token: str | None, limit_ms: int) -> Inspected:
     """With its header fetched; workers get the revision's commit, so that a file that changes meanwhile mixes nothing.
 
     Raises PlanError.
     """
     name = full_name(source)
     try:
-        model = HubModel(source, token, time.monotonic() + HUB_HEADER_MS / 1000)
+        model = HubModel(source, token, time.monotonic() + limit_ms / 1000)
         model.fetch_header(lambda *_: None)
         return Inspected(model.path, name, model.source)
     except GgufError as error:
@@ -75,7 +79,8 @@ def _from_hub(source: HuggingFaceGguf, token: str | None) -> Inspected:
         command = f"./dev fetch-model --repo {source.repo} --file {source.file}"
         way_out = f"{command} fetches it whole: then set [model] cached_path to that file"
         why = not_there(error, source) or f"{reason(error, source, token)}; {way_out}"
-        raise PlanError(f"planned execution needs to inspect the GGUF {name} before it starts: {why}") from None
+        kind = NoRangesError if isinstance(error, RangesRefused) else PlanError
+        raise kind(f"planned execution needs to inspect the GGUF {name} before it starts: {why}") from None
 
 
 def worker_source(config: OrchestratorSlice) -> GgufSource:
@@ -98,12 +103,12 @@ def context_of(header: ModelHeader, max_context: int | None) -> int:
     return max_context
 
 
-def read_facts(config: OrchestratorSlice, token: str | None = None) -> ModelFacts:
+def read_facts(config: OrchestratorSlice, token: str | None = None, limit_ms: int | None = None) -> ModelFacts:
     """Raises PlanError: no such file, not readable, not a GGUF, or not a model that can be planned.
 
-    token: for the hub, None for the user's own.
+    token: for the hub, None for the user's own. limit_ms: of the hub, None for HUB_HEADER_MS.
     """
-    found = _inspected(config, token)
+    found = _inspected(config, token, HUB_HEADER_MS if limit_ms is None else limit_ms)
     try:
         with GgufFile.open(found.path) as file:
             return _facts(file, found, config)
@@ -145,14 +150,15 @@ def _facts(file: GgufFile, found: Inspected, config: OrchestratorSlice) -> Model
         head_memory_bytes=head.elements * WEIGHT_VALUE_BYTES if head else 0,
         embedding_bytes=embedding.nbytes if embedding else 0,
         head_bytes=head.nbytes if head else 0,
+        file_bytes=sum(info.nbytes for info in file.tensors.values()),
         kv_bytes_per_layer=2 * header.head_count_kv * header.head_dim * KV_VALUE_BYTES * context,
     )
 
 
-def make_plan(config: OrchestratorSlice, token: str | None = None) -> RunPlan:
-    """The whole planning phase (S1 4.4): inspect, check, place. token: as of read_facts. Raises PlanError."""
+def make_plan(config: OrchestratorSlice, token: str | None = None, limit_ms: int | None = None) -> RunPlan:
+    """The whole planning phase (S1 4.4): inspect, check, place. Arguments: as of read_facts. Raises PlanError."""
     feedback = config.pipeline_feedback == "direct"
-    facts = read_facts(config, token)
+    facts = read_facts(config, token, limit_ms)
     return plan_run(facts, config.pipeline_stages, run_id=config.run_id, node_id=config.node_id, feedback=feedback)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from common.actors import Ctx
 from common.addresses import Role
-from common.limits import ADMIT_RESEND_MS
+from common.limits import ADMIT_RESEND_MS, WORKER_SILENT_MS_STARTUP
 from common.messages.bus import Admit, Revoke
 
-ADMIT_LIMIT_MS = 10_000  # the router is on this machine; it is back within this even after a restart
+ADMIT_LIMIT_MS = WORKER_SILENT_MS_STARTUP  # a router or relay that was away for so long is lost like a worker
 REVOKE_LIMIT_MS = 10_000  # the key is worthless anyway once its run has ended
 ADMISSION_TIMER = "admission"
 

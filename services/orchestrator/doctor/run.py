@@ -14,18 +14,21 @@ from common.cache_files import cache_folder
 from common.config_model import Config, ProviderKind, SocketAddr
 from common.config_slices import OrchestratorSlice
 from common.door import PORTS
+from common.hub_file import full_name
 from common.messages.node_agent import HuggingFaceGguf
 from common.security import SOCKET_PATH_BYTES_MAX, socket_path_bytes
 from services.orchestrator.doctor.findings import Finding, fail, ok, skip, warn
 from services.orchestrator.plan_command import stage_size
 from services.orchestrator.planner import PlanError, RunPlan
-from services.orchestrator.planner_facts import is_on_hub, make_plan, planning_path
+from services.orchestrator.planner_facts import NoRangesError, is_on_hub, planning_path
 from services.orchestrator.run_dir import default_path
 from services.provisioner.ledger import LedgerError, ledger_folder
 
 SERVICES_BYTES = 240 * 2**20  # six of 40 MiB
 WORKER_BYTES = 150 * 2**20  # Python and tinygrad, of each stage
 ARCHIVE_BYTES_MIN = 2**30
+AWAY = (ProviderKind.VASTAI, ProviderKind.EXTERNAL, ProviderKind.SWARM)
+"""Whose workers may reach what this machine does not."""
 
 
 # --- ports ------------------------------------------------------------------------------------------------------
@@ -96,30 +99,41 @@ def _tcp_rows() -> Iterator[list[str]]:
 
 
 # --- the model --------------------------------------------------------------------------------------------------
-def plan(part: OrchestratorSlice) -> RunPlan | None:
-    """The plan of this run, None for a model that is not on this machine. Raises PlanError."""
+def model(part: OrchestratorSlice, planned: RunPlan | PlanError) -> Finding:
+    """Whether the model's file is there, whole, and one that the engine knows; on a hub, whether it can be had."""
     if is_on_hub(part):
-        return None
-    return make_plan(part)
-
-
-def model(part: OrchestratorSlice, planned: RunPlan | PlanError | None) -> Finding:
-    """Whether the model's file is there, whole, and one that the engine knows."""
-    if planned is None:
-        assert isinstance(part.gguf_source, HuggingFaceGguf)
-        source = part.gguf_source
-        return ok(f"{source.repo}/{source.file} of Hugging Face, fetched by the worker at its first start")
+        return _hub_model(part, planned)
     if isinstance(planned, PlanError):
         return fail(str(planned), "./dev fetch-model fetches the default model; [model] names another file")
     path = planning_path(part)
-    facts = planned.facts
-    return ok(
-        f"{path} ({path.stat().st_size / 2**20:.0f} MiB): {facts.num_layers} layers, context {facts.max_seq_len}, "
-        f"{len(planned.stages)} stage{'s'[: len(planned.stages) != 1]}"
-    )
+    return ok(f"{path} ({path.stat().st_size / 2**20:.0f} MiB): {_facts(planned)}")
 
 
-def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None, there: int) -> Finding:
+def _hub_model(part: OrchestratorSlice, planned: RunPlan | PlanError) -> Finding:
+    """As the planner sees it; without a plan the worker alone has to reach the hub."""
+    assert isinstance(part.gguf_source, HuggingFaceGguf)
+    name = full_name(part.gguf_source)
+    if isinstance(planned, RunPlan):
+        who = "each worker fetches its own layers" if len(planned.stages) > 1 else "the worker fetches it"
+        return ok(f"{name} on Hugging Face: {_facts(planned)}; {who} ({_gib(planned.facts.file_bytes)} in all)")
+    way = "see whether this machine reaches the hub (HF_ENDPOINT, HF_TOKEN, a proxy), or set [model] cached_path"
+    if part.pipeline_stages > 1:
+        return fail(str(planned), way)
+    why = str(planned).partition(" before it starts: ")[2].partition("; ./dev fetch-model")[0] or str(planned)
+    says = f"{name} on Hugging Face cannot be looked into from here: {why}"
+    if isinstance(planned, NoRangesError):
+        return ok(f"{says}; the worker fetches it whole")
+    if part.provider in AWAY:
+        return warn(f"{says}; its worker, elsewhere, has to fetch it", way)
+    return fail(says, way)
+
+
+def _facts(planned: RunPlan) -> str:
+    stages = f"{len(planned.stages)} stage{'s'[: len(planned.stages) != 1]}"
+    return f"{planned.facts.num_layers} layers, context {planned.facts.max_seq_len}, {stages}"
+
+
+def memory(part: OrchestratorSlice, planned: RunPlan | PlanError, there: int) -> Finding:
     """Whether the stages fit this machine. there: of free_memory."""
     if part.provider not in (ProviderKind.PROCESS, ProviderKind.DOCKER):
         return skip(f"the workers of provider {part.provider} have their own")
@@ -139,13 +153,17 @@ def memory(part: OrchestratorSlice, planned: RunPlan | PlanError | None, there: 
 
 
 # --- disk -------------------------------------------------------------------------------------------------------
-def disk(config: Config, planned: RunPlan | PlanError | None, environ: Mapping[str, str]) -> Sequence[Finding]:
+def disk(
+    config: Config, part: OrchestratorSlice, planned: RunPlan | PlanError, environ: Mapping[str, str]
+) -> Sequence[Finding]:
     """Room and rights where a run writes."""
-    packed = 0
+    cached, what = 0, "the cache of repacked weights"
     if isinstance(planned, RunPlan):
-        packed = sum(stage_size(planned, stage).packed for stage in planned.stages)
+        cached = sum(stage_size(planned, stage).packed for stage in planned.stages)
+        if is_on_hub(part) and part.provider == ProviderKind.PROCESS:
+            cached, what = cached + planned.facts.file_bytes, "the cache of fetched models and repacked weights"
     findings = [
-        _folder("the cache of repacked weights", cache_folder(), packed, "XDG_CACHE_HOME", worst="warn"),
+        _folder(what, cache_folder(), cached, "XDG_CACHE_HOME", worst="warn"),
         _ledger(environ),
         _run_directory(config.run_dir or default_path(environ)),
     ]

@@ -22,7 +22,9 @@ from common.security import SOCKET_PATH_BYTES_MAX, SecurityError, init, socket_p
 from services.orchestrator.doctor import engine, machine, run
 from services.orchestrator.doctor.findings import Check, Finding, ok, results
 from services.orchestrator.plan_command import stage_size
+from services.orchestrator.planner import PlanError
 from services.provisioner.ledger import ledger_folder
+from tests.support.hub import Hub
 from tests.unit.engine.tiny_model import TinySpec, write_model
 from tests.unit.planner.test_plan_command import planned
 
@@ -202,7 +204,7 @@ def test_memory_counts_the_services_and_each_stage(tmp_path: Path) -> None:
     assert {size: run.memory(part, plan, size).status for size in there} == there
     assert "does not say" in run.memory(part, plan, 0).says
     assert "max_context" in run.memory(part, plan, 1).do
-    assert run.memory(part, None, unpacked).status == "skip"
+    assert run.memory(part, PlanError("no plan"), unpacked).status == "skip"
     rented = msgspec.structs.replace(part, provider=ProviderKind.VASTAI)
     assert run.memory(rented, plan, 1).status == "skip"
 
@@ -230,9 +232,10 @@ def test_gpus_that_the_engine_knows(wanted: str, info: dict[str, Any], statuses:
 def test_the_ledger_is_looked_for_where_it_will_be(tmp_path: Path, model: Path) -> None:
     words = [f"--runtime-config={configured(tmp_path, model)}"]
     config = resolve(words, {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}, tmp_path, executable=Path("x"))
+    _, part = planned(tmp_path)
 
     def ledger(environ: Mapping[str, str]) -> Finding:
-        return next(one for one in run.disk(config, None, environ) if "ledger" in one.says)
+        return next(one for one in run.disk(config, part, PlanError("no plan"), environ) if "ledger" in one.says)
 
     for environ in ({"HOME": str(tmp_path)}, {"XDG_STATE_HOME": str(tmp_path / "state")}):
         assert f"{ledger_folder(environ)}," in ledger(environ).says and ledger(environ).status == "ok"
@@ -244,6 +247,88 @@ def test_missing_packages_are_named() -> None:
     assert machine.missing_packages(["pyzmq>=27", "no-such-package-of-ours>=1", 'other; extra == "dev"']) == [
         "no-such-package-of-ours"
     ]
+
+
+# --- a model on a hub -----------------------------------------------------------------------------------------------
+MODEL_CHECK = """
+import json, os, sys
+from dataclasses import asdict
+from pathlib import Path
+from common.config import resolve
+from services.orchestrator.doctor import command
+command.HUB_LIMIT_S = float(sys.argv.pop(1))
+config = resolve(sys.argv[1:], os.environ, Path.cwd(), executable=Path("x"))
+(check,) = [check for check in command._of_run(config, os.environ) if check.name == "model"]
+(result,) = command.results([check])
+print(json.dumps(asdict(result.finding)))
+"""
+
+
+def from_hub(folder: Path, provider: str = "process", file: str = "model.gguf") -> Path:
+    toml = configured(folder, folder)
+    text = toml.read_text().replace('"process"', f'"{provider}"')
+    source = f'gguf_repo = "owner/repo"\ngguf_file = "{file}"'
+    toml.write_text(text.replace(f"gguf_local_path = {json.dumps(str(folder))}", source))
+    return toml
+
+
+def of_hub(toml: Path, environ: Mapping[str, str], stages: int, limit_s: float = 20.0) -> dict[str, str]:
+    """The finding; in a process of its own, because huggingface_hub reads its environment when it is imported."""
+    arguments = [str(limit_s), "--runtime-config", str(toml), "--pipeline-stages", str(stages)]
+    command = [sys.executable, "-P", "-c", MODEL_CHECK, *arguments]
+    env = {**os.environ, **environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PROGRAM_LIMIT_S, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_model_on_a_hub_is_looked_into_as_the_planner_does(tmp_path: Path, model: Path) -> None:
+    with Hub(model.read_bytes()) as hub:
+        environ = hub.environment(tmp_path / "home")
+        status, found, errors = doctor(from_hub(tmp_path), environ, "--pipeline-stages", "2")
+        assert (status, errors) == (0, ""), found
+        (said,) = found["model"]
+        assert said["status"] == "ok" and "owner/repo/model.gguf@main on Hugging Face: 2 layers" in said["says"]
+        assert found["memory"][0]["status"] == "ok", "its size is known"
+        assert "fetched models" in found["disk"][0]["says"]
+        assert hub.wholes == 0 and len(set(hub.ranges)) == len(hub.ranges), "once for all checks"
+        fetched = len(hub.ranges)
+        one = of_hub(from_hub(tmp_path), environ, stages=1)
+        assert one["status"] == "ok" and "2 layers" in one["says"] and len(hub.ranges) == fetched
+
+
+@pytest.mark.parametrize(
+    ("stages", "provider", "status", "says"),
+    [
+        (1, "process", "fail", "the hub {url} cannot be reached"),
+        (2, "process", "fail", "planned execution needs to inspect the GGUF owner/repo/model.gguf@main"),
+        (1, "external", "warn", "its worker, elsewhere, has to fetch it"),
+    ],
+)
+def test_a_hub_that_is_not_there(tmp_path: Path, stages: int, provider: str, status: str, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    environ = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    said = of_hub(from_hub(tmp_path, provider), environ, stages)
+    assert said["status"] == status and says.format(url=url) in said["says"] and "HF_ENDPOINT" in said["do"], said
+
+
+def test_a_hub_that_lets_nobody_look_into_the_file_serves_one_worker_only(tmp_path: Path, model: Path) -> None:
+    with Hub(model.read_bytes(), has_ranges=False) as hub:
+        environ = hub.environment(tmp_path / "home")
+        one, two = (of_hub(from_hub(tmp_path), environ, stages) for stages in (1, 2))
+        other = of_hub(from_hub(tmp_path, file="other.gguf"), environ, 1)
+    assert one["status"] == "ok" and "the worker fetches it whole" in one["says"]
+    assert two["status"] == "fail" and "sends no byte ranges" in two["says"]
+    assert other["status"] == "fail" and "has no such file" in other["says"]
+
+
+def test_a_hub_that_is_too_slow_is_given_up(tmp_path: Path, model: Path) -> None:
+    with Hub(model.read_bytes()) as hub:
+        hub.pause_s = PROGRAM_LIMIT_S
+        said = of_hub(from_hub(tmp_path), hub.environment(tmp_path / "home"), 2, limit_s=1.0)
+    assert said["status"] == "fail" and "the hub" in said["says"], said
 
 
 @pytest.mark.parametrize("spare", [0, -1])

@@ -137,11 +137,11 @@ def test_a_router_that_never_admits_fails_the_start() -> None:
     play.prepare()
     play.mint(1)
     play.records()
-    play.harness.advance(9_000)
+    play.harness.advance(29_000)
     assert play.sent() == []
     play.harness.advance(2_000)
     assert play.sent() == [
-        NodeFailed(node_id=1, stage_index=0, error="the router did not admit the worker within 10 s")
+        NodeFailed(node_id=1, stage_index=0, error="the router did not admit the worker within 30 s")
     ]
     assert play.job("discard").args["minted"].handle_id == "h1"
     assert play.events() == [(1, "ProvisionFailed")]

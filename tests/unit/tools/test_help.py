@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-SUBCOMMANDS = [("mvp-orchestrator", "doctor")]
+SUBCOMMANDS = [("mvp-orchestrator", "doctor"), ("mvp-orchestrator", "cache")]
 WIDTH_MAX = 160  # of a terminal on a wide screen; most lines are of 80 to 120
 
 
