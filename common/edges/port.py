@@ -212,24 +212,23 @@ class EdgePort:
 
     def way_in(self, edge_id: int, record: Record) -> Way | None:
         """How the next record will come, of this size, number and flags; None if that cannot be told."""
-        data = encode_record(record)
-        local = self._sockets.local
-        for consumer in self._desk.consumers if local is not None else ():
-            if consumer.edge_id == edge_id and (offset := consumer.foretell(len(data))) is not None:
-                descriptor = local.reading(consumer.conn) if local is not None else None
-                frame = frame_bytes(encode_body(EdgeData(edge_id=edge_id, offset=offset, data=data)))
-                return Way(edge_id, descriptor, frame, consumer.conn) if descriptor is not None else None
-        return None
+        data, local = encode_record(record), self._sockets.local
+        consumer = next((consumer for consumer in self._desk.consumers if consumer.edge_id == edge_id), None)
+        offset = consumer.foretell(len(data)) if consumer is not None else None
+        if local is None or consumer is None or offset is None:
+            return None
+        descriptor = local.reading(consumer.conn)
+        return _way(edge_id, descriptor, offset, data, consumer.conn) if descriptor is not None else None
 
     def way_out(self, edge_id: int, record: Record) -> Way | None:
         """How this record would leave now, its payload aside; None if not at once and whole."""
-        data = encode_record(record)
-        local, out = self._sockets.local, self._out.get(edge_id)
+        data, local = encode_record(record), self._sockets.local
+        out = self._out.get(edge_id)
         offset = out.core.foretell(len(data)) if out is not None else None
-        descriptor = local.writing(edge_id) if local is not None and offset is not None else None
-        if offset is None or descriptor is None:
+        if local is None or offset is None:
             return None
-        return Way(edge_id, descriptor, frame_bytes(encode_body(EdgeData(edge_id=edge_id, offset=offset, data=data))))
+        descriptor = local.writing(edge_id)
+        return _way(edge_id, descriptor, offset, data) if descriptor is not None else None
 
     def was_read(self, way: Way, data: bytes, at_ns: int, now_ms: int) -> None:
         """These bytes came the way, whatever they are."""
@@ -373,6 +372,11 @@ class EdgePort:
                     self._events.edge_failed(consumer.edge_id, effect.reason, effect.detail)
                 case _:
                     pass
+
+
+def _way(edge_id: int, descriptor: int, offset: int, data: bytes, conn: bytes = b"") -> Way:
+    frame = frame_bytes(encode_body(EdgeData(edge_id=edge_id, offset=offset, data=data)))
+    return Way(edge_id, descriptor, frame, conn)
 
 
 def _decoded(frame: bytes) -> Message | None:

@@ -59,6 +59,7 @@ from services.prompt_gateway.tcp import (
     TcpEof,
     TcpWrite,
 )
+from services.prompt_gateway.token_echo import Foretold
 from services.prompt_gateway.token_edges import PUMP_TIMER, TOKEN_EDGE_EVENTS, EdgeDown, TokenEdges, TokenRecord
 from services.prompt_gateway.wire import (
     DoneLine,
@@ -166,6 +167,10 @@ class GatewayActor(ServiceActor):
         for mode, accepts in replies.items():
             inbox = ReplyInbox(ctx.address, *accepts)
             self._inboxes[mode] = (ctx.spawn(inbox), inbox)
+
+    def foretell(self) -> Foretold | None:
+        """What is going to be done with the next token, as things stand."""
+        return self.loop.foretell() if self.loop else None
 
     def receive(self, msg: Any, ctx: Ctx) -> None:
         """S1 4.10, 4.11 and the events of TCP."""

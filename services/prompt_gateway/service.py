@@ -256,7 +256,8 @@ def _dead(sock: socket.socket) -> str:
 
 def build(host: Host) -> TcpServer:
     """Spawn the gateway on this host and give it TCP."""
-    gateway = host.spawn(GatewayActor(), name=Role.GATEWAY)
+    actor = GatewayActor()
+    gateway = host.spawn(actor, name=Role.GATEWAY)
     address_file = host.bus_file.run_dir / RPC_ADDR_FILE
 
     def deliver(event: Any) -> None:
@@ -267,7 +268,7 @@ def build(host: Host) -> TcpServer:
 
     server = TcpServer(host.loop, deliver)
     attach(server, host.on_effect)
-    TokenEdgeShell(host, gateway)
+    TokenEdgeShell(host, gateway, foretell=actor.foretell)
     return server
 
 

@@ -30,6 +30,7 @@ from services.prompt_gateway.queue import Outcome, PromptQueue, PromptWork
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes import MODES, PromptRuntime
 from services.prompt_gateway.runtimes.base import DECODE_TIMER, ServingBroken
+from services.prompt_gateway.token_echo import Foretold
 from services.prompt_gateway.wire import DoneLine, FaultLine, QueuedLine, Response, SubmitPrompt, TextDeltaLine
 
 CANCEL_TIMER = "prompt:cancel"
@@ -142,6 +143,10 @@ class ServingLoop:
             return
         for event in events:
             self._on_event(event, ctx)
+
+    def foretell(self) -> Foretold | None:
+        """What `receive` is going to do with the next token, as things stand."""
+        return None if self.held else self._runtime.foretell()
 
     def broken(self, error: str, ctx: Ctx) -> None:
         """The way of prompts is broken: the active prompt's fault says so, then serving ends."""

@@ -6,6 +6,7 @@ bytes; sequencing and prompt semantics are the pipeline prompt runtime's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.messages.serve import (
     TokenEndpointReady,
     TokenOutListening,
 )
+from services.prompt_gateway.token_echo import Foretold, TokenEcho
 
 PUMP_TIMER = "edges:pump"
 
@@ -217,10 +219,18 @@ class TokenEdges:
 
 
 class TokenEdgeShell:
-    """The effects above on an EdgePort in the gateway's loop."""
+    """The effects above on an EdgePort in the gateway's loop. foretell: what the actor is going to do with the next
+    token, as things stand with it."""
 
-    def __init__(self, host: Host, gateway: bytes, transport: Transport = EdgeNetwork) -> None:
+    def __init__(
+        self,
+        host: Host,
+        gateway: bytes,
+        transport: Transport = EdgeNetwork,
+        foretell: Callable[[], Foretold | None] = lambda: None,
+    ) -> None:
         self._host, self._gateway, self._transport = host, gateway, transport
+        self._foretell, self._echo = foretell, TokenEcho()
         self._port: EdgePort | None = None
         self._candidates: list[str] = []
         self._arrived: list[tuple[int, Record]] = []
@@ -261,6 +271,7 @@ class TokenEdgeShell:
             self._port.reset()
 
     def _forget(self) -> None:
+        self._echo.disarm()
         self._arrived.clear()
         self._owed.clear()
 
@@ -275,6 +286,7 @@ class TokenEdgeShell:
                 self._pump()
 
     def _carried(self, effect: CarriedIn) -> None:
+        self._echo.disarm()
         if self._port is not None:
             self._port.carried(effect.peer, effect.frame, self._now_ms())
             self._hand_over()
@@ -285,7 +297,8 @@ class TokenEdgeShell:
         turn."""
         if self._port is None:
             return
-        if self._port.look(self._now_ms()):
+        self._echo.turn(self._port, self._foretold(), self._now_ms())
+        if self._arrived or self._port.look(self._now_ms()):
             self._hand_over()
             self._turning = True
             self._host.run_actors()
@@ -293,11 +306,18 @@ class TokenEdgeShell:
             self._give_back()
         self._pump()
 
+    def _foretold(self) -> Foretold | None:
+        """None while the actor has something to handle that comes before a token."""
+        due = self._host.node.system.next_deadline()
+        return self._foretell() if due is None or due > self._now_ms() else None
+
     def _pump(self) -> None:
         if self._port is not None:
             self._port.pump(self._now_ms())
             self._hand_over()
             self._give_back()
+        if self._port is not None:
+            self._echo.arm(self._port, self._foretold())
 
     def _hand_over(self) -> None:
         arrived, self._arrived = self._arrived, []

@@ -9,6 +9,7 @@ from common.codec import Message
 from common.messages.prompt import PromptEvent
 from common.messages.serve import OpenPromptRpc
 from services.prompt_gateway.queue import PromptWork
+from services.prompt_gateway.token_echo import Foretold
 
 DECODE_TIMER = "prompt:decode"
 
@@ -32,6 +33,9 @@ class PromptRuntime(Protocol):
         Messages of other prompts are dropped here with a record (S1 6.12); work is None while no prompt is active.
         Raises ServingBroken.
         """
+
+    def foretell(self) -> Foretold | None:
+        """What is going to be done with the next token, as things stand."""
 
     def due(self, ctx: Ctx) -> None:
         """DECODE_TIMER, which the runtime has set."""

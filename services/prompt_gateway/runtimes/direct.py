@@ -36,6 +36,9 @@ class DirectPromptRuntime:
     def _addresses(self) -> dict[str, Any]:
         return {"node_actor": short(self._agent), "reply_to": short(self._reply_to)}
 
+    def foretell(self) -> None:
+        """No token comes over an edge."""
+
     def start(self, work: PromptWork, ctx: Ctx) -> None:
         """One InferPrompt; the bus tells later if it could not be delivered."""
         self._said, self._tokens, self._repeat, self._repeat_tokens = [], 0, "", 0

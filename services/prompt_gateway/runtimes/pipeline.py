@@ -42,6 +42,7 @@ from common.stopping import StopTracker
 from services.prompt_gateway.queue import PromptWork
 from services.prompt_gateway.records import Records
 from services.prompt_gateway.runtimes.base import DECODE_TIMER, ServingBroken
+from services.prompt_gateway.token_echo import Foretold
 from services.prompt_gateway.token_edges import TokenRecord, write_token_in
 
 RECENT_TOKENS = 64  # what the sampler's repetition penalty looks back at
@@ -187,6 +188,18 @@ class PipelinePromptRuntime:
         active.is_open = True
         record = Record(sequence, sequence, encode_tokens(tokens), begin=begin, end=True)
         write_token_in(self._token_in, record, ctx)
+
+    def foretell(self) -> Foretold | None:
+        """The token that comes next, if it does not end the sequence, and what is fed back for it."""
+        active = self._active
+        if active is None or active.state is not State.GENERATING:
+            return None
+        out, count, cap = self._expected_out, active.generated + 1, active.work.max_tokens
+        is_next = out == self._next_in - 1 == active.first_object + active.generated
+        if not is_next or (cap and count >= cap) or len(active.prompt) + count >= self._max_context:
+            return None
+        received, fed = Record(out, out, bytes(4)), Record(self._next_in, self._next_in, bytes(4), end=True)
+        return Foretold(self._token_out, received, self._token_in, fed)
 
     # --- events -----------------------------------------------------------------------------------------------
     def receive(self, msg: Any, work: PromptWork | None, ctx: Ctx) -> list[PromptEvent]:
