@@ -130,9 +130,8 @@ def provider_stop_ms(provider: str) -> int:
 # --- edges (common/edges/core.py) ---------------------------------------------------------------------------------
 EDGE_CHUNK_BYTES = 64 * 1024  # one data frame: small beside a socket buffer, large beside its header
 EDGE_UNSENT_BYTES_MAX = 64 * 1024 * 1024  # a fuse behind a full local socket: the credit window is the limit
-EDGE_CARRIED_CREDIT_MS = (
-    50  # over the bus each credit wakes three or four processes; the window is far from full by then
-)
+EDGE_CREDIT_MS = 50  # each credit wakes its producer, over the bus four processes; the window is far from full by then
+EDGE_CREDIT_LATE_MS = 50  # whoever waits for records tells credits in passing; the other thread sees to it after that
 EDGE_DIAL_MS = 500  # per candidate: the peer is bound before it is dialled, so silence means unreachable
 EDGE_OPEN_MS = 45_000  # above WORKER_SILENT_MS_STARTUP and SWIM's time to see it: who is frozen is named first
 EDGE_NOT_YET_MS = 250

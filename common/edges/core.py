@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from common.codec import Message
 from common.edge_records import Record, RecordDecoder, RecordError
 from common.limits import (
-    EDGE_CARRIED_CREDIT_MS,
     EDGE_CHUNK_BYTES,
+    EDGE_CREDIT_MS,
     EDGE_DIAL_MS,
     EDGE_NOT_YET_MS,
     EDGE_OPEN_MS,
@@ -335,13 +335,13 @@ class EdgeConsumer:
         return self.received if is_clear and fits else None
 
     def on_consumed(self, end_offset: int, now_ms: int) -> list[Effect]:
-        """The bytes below end_offset are done with. Over the bus credits go together."""
+        """The bytes below end_offset are done with. Credits go together."""
         if end_offset <= self.consumed or self.failed:
             return []
         self.consumed = end_offset
-        if self.conn.startswith(CARRIED) and end_offset - self._told < self.capacity // 4:
+        if end_offset - self._told < self.capacity // 4:
             if self.credit_due_ms is None:
-                self.credit_due_ms = now_ms + EDGE_CARRIED_CREDIT_MS
+                self.credit_due_ms = now_ms + EDGE_CREDIT_MS
             return []
         return self._credit()
 

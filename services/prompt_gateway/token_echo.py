@@ -73,5 +73,6 @@ class TokenEcho:
                 sent = os.write(way_out.descriptor, frame)
             except OSError as error:
                 sent = -(error.errno or 1)
+            os.sched_yield()  # the stage may have been woken on this very core
             port.was_written(way_out, frame, sent, at_ns)
         port.was_read(way_in, data, at_ns, now_ms)

@@ -21,7 +21,7 @@ from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
 from common.edges.network import EdgeNetwork
 from common.edges.port import EdgePort, Transport
-from common.limits import ENGINE_HEARTBEAT_MS
+from common.limits import EDGE_CREDIT_LATE_MS, ENGINE_HEARTBEAT_MS
 from common.messages.engine import (
     Cancel,
     CloseEdges,
@@ -192,9 +192,14 @@ class StagePort:
         if self._edges is None:
             return None
         times = [self._beats_ms] if self._opened else []
-        if (at := self._edges.next_deadline()) is not None:
+        if (at := self._due_ms()) is not None:
             times.append(at)
         return max(0, min(times) - self._now_ms()) if times else None
+
+    def _due_ms(self) -> int | None:
+        """When the edges need the port thread, whatever else happens."""
+        due = self._edges.next_deadline() if self._edges is not None else None
+        return due if due is None or not self._main_reads else due + EDGE_CREDIT_LATE_MS
 
     def pump(self) -> None:
         """Whatever moves or is due."""
@@ -218,7 +223,7 @@ class StagePort:
                         held_ms=count.held_ms,
                     )
                 )
-        due = self._edges.next_deadline()
+        due = self._due_ms()
         if self._main_reads and (due is None or due > at):
             return  # the main thread sees to what moves
         with self._exclusive():

@@ -22,7 +22,7 @@ from common.edges.core import (
     Send,
 )
 from common.limits import (
-    EDGE_CARRIED_CREDIT_MS,
+    EDGE_CREDIT_MS,
     EDGE_DIAL_MS,
     EDGE_OPEN_MS,
     EDGE_REDIAL_MS,
@@ -337,7 +337,7 @@ def test_any_data_frames_leave_the_consumer_sane(frames: list[tuple[int, bytes]]
         mine.check()
 
 
-def test_credits_over_the_bus_go_together() -> None:
+def test_credits_go_together() -> None:
     """At once when a quarter of the window is used, else 50 ms after the first; a welcome tells it, too."""
     end = consumer(4000)
     hello = EdgeHello(token=TOKEN, edge_id=EDGE, run=RUN)
@@ -348,12 +348,10 @@ def test_credits_over_the_bus_go_together() -> None:
     end.on_hello(hello, b"bus:p")
     end.received = 4000
     assert end.on_consumed(100, 1000) == end.on_consumed(200, 1040) == []
-    assert end.credit_due_ms == 1000 + EDGE_CARRIED_CREDIT_MS and end.tick(1049) == []
+    assert end.credit_due_ms == 1000 + EDGE_CREDIT_MS and end.tick(1049) == []
     assert end.tick(1050) == credit(200) and end.credit_due_ms is None
     assert end.on_consumed(1100, 1060) == []
     assert end.on_consumed(1200, 1061) == credit(1200), "a quarter of the window"
     end.on_consumed(1300, 1062)
     end.on_hello(hello, b"bus:p")
     assert end.credit_due_ms is None and end.tick(2000) == []
-    end.on_hello(hello, b"direct")
-    assert end.on_consumed(1400, 1063) == [Send(EdgeCredit(edge_id=EDGE, consumed_offset=1400), b"direct")]

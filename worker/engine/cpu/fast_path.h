@@ -146,5 +146,6 @@ NI void fast_path(FastPath* f) {
   for (i64 i = 0; i < f->departures; i++)
     if (!has_left(f, &f->departure[i], result, is_end)) f->departure[i].sent = 0;
   f->outcome = SENT;
+  yield();  // who was woken may wait for this very core, and is more urgent than what Python does now
 }
 #endif
