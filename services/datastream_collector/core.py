@@ -288,16 +288,19 @@ class CollectorActor(ServiceActor):
     def _publish(self, frames: list[CollectedFrame], ctx: Ctx) -> None:
         for frame in frames:
             self.ring.append(frame)
-        if frames:
-            ctx.effect(FramesCollected())
         if self._archive is not None and frames:
             unread = tuple(item for item in self._archive.take() if isinstance(item, CollectedFrame))
             self._unwritten += len(unread)
             ctx.effect(ArchiveAppend(unread))
+        if frames:
+            # Behind the archive: what a reader has seen, a collector after this one knows of.
+            ctx.effect(FramesCollected())
 
     def _new_run(self, ctx: Ctx) -> None:
         route = ctx.views.routes.named(Role.ORCHESTRATOR)
-        if self._stream is not None and route is not None and self._stream.begin(route.boot):
+        if self._stream is None or route is None:
+            return
+        if self._stream.begin(route.boot, (entry.address for entry in ctx.views.routes.entries())):
             # One orchestrator process is one run (design.md 2).
             self._flows = Flows()
 

@@ -90,12 +90,15 @@ class OwnStream:
         producer.seen.add(first, last)
         return [self.gap(self.name, name, low, high, "overrun", wall_ms) for low, high in holes]
 
-    def begin(self, boot: int) -> bool:
-        """An orchestrator is there: its run, or after a restart of the collector the one that the archive ends with,
-        goes on; else positions and channels start again, which is True. What was seen of each producer stays seen."""
+    def begin(self, boot: int, actors: Iterable[bytes]) -> bool:
+        """An orchestrator is there, beside these actors: its run, or after a restart of the collector the one that the
+        archive ends with, goes on; else positions and channels start again, which is True. What was seen of each
+        producer stays seen."""
         if boot == self.run_boot:
             return False
-        if self._may_resume(boot):
+        old = self._recovered.streams.get(self.name)
+        # Of a run whose orchestrator has said nothing yet, only the others' records tell that it is this one.
+        if old is not None and (old.run_boot == boot or (not old.run_boot and self._knows_one(actors))):
             self._resume()
         is_next, self.run_boot = self.run_boot not in (0, boot), boot
         if is_next:
@@ -160,8 +163,11 @@ class OwnStream:
 
     def resume_if_archived(self, actors: Iterable[bytes]) -> None:
         """These are there, and no orchestrator: if the archive names one of them, this is still its last run."""
-        if any(short(actor) in self._recovered.producers for actor in actors):
+        if self._knows_one(actors):
             self._resume()
+
+    def _knows_one(self, actors: Iterable[bytes]) -> bool:
+        return any(short(actor) in self._recovered.producers for actor in actors)
 
     def _may_resume(self, boot: int) -> bool:
         old = self._recovered.streams.get(self.name)
@@ -173,7 +179,7 @@ class OwnStream:
         old = self._recovered.streams.get(self.name)
         if old is None or self.started:
             return
-        self.run_boot = old.run_boot
+        self.run_boot = old.run_boot or self.run_boot
         self.next_position = old.position + 1
         self.channels.update(old.channels)
         self._next_channel = max(self.channels.values()) + 1

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from common.datastream import SeqRanges
 from common.records import CHANNEL_BOOTSTRAP
 from services.datastream_collector.reader import UNREADABLE, Damage, Entry, Numbering, lines, parse
+from services.datastream_collector.streams import PRODUCERS_MAX
 from services.datastream_collector.web.store import Store
 
 RECONNECT_S = 0.5
@@ -37,46 +41,96 @@ class LiveRuns:
         return self.run
 
 
+class Seen:
+    """Which records have come, by their producer's own numbers. A collector that is started again without an archive
+    numbers anew, and its producers send what they still hold once more."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, str], SeqRanges] = OrderedDict()
+        self._ask: set[tuple[str, str]] = set()
+        """Whose first record since the restart is awaited: what is missing before it nobody will send."""
+
+    def restarted(self) -> None:
+        """Another collector begins."""
+        self._ask = set(self._seen)
+
+    def take(self, entry: Entry) -> tuple[bool, int]:
+        """Whether it is new, and how many records of its producer are lost before it."""
+        collected = entry.record.get("collected")
+        producer = str(collected.get("producer", "")) if isinstance(collected, dict) else ""
+        if not producer or not isinstance(collected, dict):
+            return True, 0
+        seq = collected.get("producer_seq")
+        # A worker's stream keeps its own positions.
+        number = seq if isinstance(seq, int) and seq else entry.record.get("position")
+        if not isinstance(number, int):
+            return True, 0
+        key = (producer, "" if seq else entry.stream)
+        seen = self._seen.setdefault(key, SeqRanges())
+        self._seen.move_to_end(key)
+        if len(self._seen) > PRODUCERS_MAX:
+            self._seen.popitem(last=False)
+        lost = max(0, number - seen.last - 1) if key in self._ask else 0
+        self._ask.discard(key)
+        if number in seen:
+            return False, 0
+        seen.add(number)
+        return True, lost
+
+
+@dataclass(slots=True)
+class Live:
+    """What was read of the socket. boot: the collector's; last: its last arrival_seq, so that a replay doubles
+    nothing."""
+
+    runs: LiveRuns = field(default_factory=LiveRuns)
+    seen: Seen = field(default_factory=Seen)
+    boot: int = 0
+    last: int = -1
+
+
 async def follow_live(path: Path, store: Store) -> None:
-    """Subscribe with replay, again after each loss; a collector that was restarted starts with what it has."""
+    """Subscribe with replay, again after each loss; of a collector that was restarted only what is new counts."""
     store.say(kind="live", state="connecting")
-    runs = LiveRuns()
-    seen = (0, -1)
+    live = Live()
     while True:
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_BYTES_MAX)
             try:
                 writer.write(b'{"replay":true}\n')
                 while line := await reader.readline():
-                    seen = _live_line(line, store, runs, seen)
+                    live_line(line, store, live)
             finally:
                 writer.close()
         store.say(state="lost")
         await asyncio.sleep(RECONNECT_S)
 
 
-def _live_line(line: bytes, store: Store, runs: LiveRuns, seen: tuple[int, int]) -> tuple[int, int]:
-    """One line of the socket. seen: (boot of the collector, last arrival_seq), so that a replay doubles nothing."""
-    boot, last = seen
+def live_line(line: bytes, store: Store, live: Live) -> None:
+    """One line of the socket."""
     entry = parse(line)
     if entry is not None:
-        seq = entry.record["arrival_seq"]
-        if seq > last:
-            entry.run = runs.run_of(entry)
+        if entry.record["arrival_seq"] <= live.last:
+            return
+        live.last = entry.record["arrival_seq"]
+        is_new, lost = live.seen.take(entry)
+        if lost:
+            store.miss(lost)
+        if is_new:
+            entry.run = live.runs.run_of(entry)
             store.add(entry)
-            last = seq
-        return boot, last
+        return
     try:
         said = msgspec.json.decode(line)
     except UNREADABLE:
-        return seen
+        return
     if header := said.get("header"):
         store.say(state="live")
-        new = header.get("boot", 0)
-        return (new, last) if new == boot else (new, -1)
+        if (boot := header.get("boot", 0)) != live.boot:
+            live.boot, live.last = boot, -1
+            live.seen.restarted()
     if gap := said.get("gap"):
         store.miss(gap.get("missed", 0))
-    return seen
 
 
 async def read_archive(path: Path, store: Store, *, follow: bool = True) -> None:

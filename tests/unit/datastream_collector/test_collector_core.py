@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from common.config_slices import CollectorSlice, encode_slice
 from common.datastream import orchestrator_stream, worker_stream
 from common.effects import Exit, OwnerGone, StopSignal, ViewChanged
 from common.limits import COLLECTOR_RING_FRAMES_MAX, EXIT_DRAIN_MS, EXIT_SETTLE_MS, FLUSH_MS, SERVICE_STOP_MS
-from common.messages.bus import RouteEntry, Snapshot
+from common.messages.bus import RouteEntry, Snapshot, ViewItem
 from common.messages.config import ConfigSlice
 from common.messages.service import RunEnded, ServiceFailed, ServiceReady
 from common.messages.stream import (
@@ -40,7 +41,7 @@ from services.datastream_collector.core import (
     EndpointFailed,
     FramesCollected,
 )
-from services.datastream_collector.frames import CollectedFrame, CursorGap, FrameRing, Recovered, RecoveredStream
+from services.datastream_collector.frames import CollectedFrame, CursorGap, FrameRing, Recovered
 from services.datastream_collector.streams import CHANNEL_GAP, EARLY_BYTES_MAX, EARLY_MS
 from tests.support.harness import Harness
 
@@ -85,10 +86,19 @@ class Bench:
             elif not isinstance(effect, FramesCollected):
                 self.left.append(effect)
 
-    def route(self, boot: int, address: bytes = ORCHESTRATOR, role: Role = Role.ORCHESTRATOR) -> None:
-        """The only route from now on."""
-        entry = RouteEntry(address=address, node=b"O" * 32, boot=boot, generation=1, role=role, name=role)
-        self.harness.views.routes.apply(Snapshot(view="routes", version=1, items=[entry]))
+    def route(
+        self,
+        boot: int,
+        address: bytes = ORCHESTRATOR,
+        role: Role = Role.ORCHESTRATOR,
+        beside: Sequence[bytes] = (),
+    ) -> None:
+        """The only route from now on, but for observers of services beside it."""
+        items: list[ViewItem] = [
+            RouteEntry(address=address, node=b"O" * 32, boot=boot, generation=1, role=role, name=role),
+            *(RouteEntry(address=b, node=b"S" * 32, boot=1, generation=1, role=Role.ROUTER, name="") for b in beside),
+        ]
+        self.harness.views.routes.apply(Snapshot(view="routes", version=1, items=items))
         self.tell(ViewChanged("routes"))
 
     def sent(self) -> list[Any]:
@@ -352,78 +362,6 @@ def test_the_next_orchestrator_gets_a_stream_of_its_own() -> None:
         (1, b"last words"),
         (0, b"run 2"),
     ]
-
-
-# --- a restarted collector -------------------------------------------------------------------------------------
-def recovered(seqs: list[tuple[int, int]]) -> Recovered:
-    stream = RecoveredStream(41, {**{name: at for at, name in enumerate(CORE_CHANNELS, 1)}, "own": 12}, run_boot=7)
-    return Recovered({"mvp-orchestrator/1": stream}, {short(PRODUCER): seqs})
-
-
-def test_a_restarted_collector_continues_where_its_archive_ends() -> None:
-    bench = Bench(recovered=recovered([(30, 40)]))
-    bench.tell(observe(25, *(b"%d" % seq for seq in range(25, 43)), channel="own"), PRODUCER)
-    assert [(f.position, f.payload, f.channel_id) for f in bench.archived] == [(42, b"41", 12), (43, b"42", 12)]
-    bench.tell(observe(43, b"x", channel="new"), PRODUCER)
-    assert bench.archived[-1].channel_id == 13
-
-
-@pytest.mark.spec("S1 8.2")
-def test_a_restarted_collector_continues_although_somebody_new_speaks_first() -> None:
-    """Positions began again in the middle of a run, also where the orchestrator itself had said nothing before."""
-    bench = Bench(recovered=recovered([(1, 40)]))
-    bench.route(boot=7)
-    bench.tell(observe(1, b"first"), OTHER)
-    bench.tell(observe(41, b"then"), PRODUCER)
-    assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"first"), (43, b"then")]
-    assert {frame.run_boot for frame in bench.archived} == {7}
-
-
-def test_a_restarted_collector_gives_another_orchestrator_a_stream_of_its_own() -> None:
-    """Although services speak that the archive knows: they outlive the run."""
-    bench = Bench(recovered=recovered([(1, 40)]))
-    bench.route(boot=8)
-    bench.tell(observe(41, b"next"), PRODUCER)
-    assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(0, 8)]
-
-
-def test_last_words_after_a_restart_belong_to_the_run_that_is_over_and_the_next_one_starts_afresh() -> None:
-    """The orchestrator is gone; a service that had said nothing yet speaks first, beside one that the archive knows."""
-    bench = Bench(recovered=recovered([(1, 40)]))
-    bench.route(boot=3, address=PRODUCER, role=Role.PROVISIONER)
-    bench.tell(observe(1, b"late"), OTHER)
-    bench.route(boot=8)
-    bench.tell(observe(2, b"next"), OTHER)
-    assert [(frame.position, frame.payload) for frame in bench.archived] == [(42, b"late"), (0, b"next")]
-
-
-def test_what_a_restart_lost_for_good_is_said() -> None:
-    bench = Bench(recovered=recovered([(1, 40)]))
-    bench.tell(observe(50, b"50"), PRODUCER)
-    gap, frame = bench.archived
-    said = json.loads(gap.payload)
-    assert (said["first"], said["last"], said["reason"]) == (41, 49, "collector_restart")
-    assert (gap.position, frame.position, frame.payload) == (42, 43, b"50")
-
-
-def test_another_run_in_the_same_file_starts_afresh() -> None:
-    bench = Bench(recovered=recovered([(1, 40)]))
-    bench.tell(observe(1, b"x"), OTHER)
-    assert [(frame.position, frame.payload) for frame in bench.archived] == [(0, b"x")]
-
-
-@pytest.mark.spec("S1 8.13")
-def test_what_the_collector_before_had_archived_of_a_worker_is_not_taken_again() -> None:
-    """It died between the write and the acknowledgement; the publisher sends the batch once more."""
-    archived = Recovered(positions={(short(WORKER), "2/1"): [(30, 41)], (short(OTHER), "2/1"): [(0, 99)]})
-    bench = Bench(recovered=archived)
-    bench.tell(expect())
-    bench.tell(frames(*(b"%d" % at for at in range(40, 44)), first=40), WORKER)
-    assert [(frame.position, frame.payload) for frame in bench.archived if frame.stream == "2/1"] == [
-        (42, b"42"),
-        (43, b"43"),
-    ]
-    assert bench.actor.counters["duplicates"] == 2
 
 
 # --- worker streams --------------------------------------------------------------------------------------------
