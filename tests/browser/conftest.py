@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 HERE = Path(__file__).parent
+LIMIT_MS = 60_000  # for what is awaited: the other tests of this machine take their time from the browser
+expect.set_options(timeout=LIMIT_MS)
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -48,7 +50,7 @@ def page(context: BrowserContext) -> Iterator[Page]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(LIMIT_MS)
     yield page
     assert problems == [], "errors in the page"
 
@@ -69,7 +71,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
             def stop() -> None:
                 process.terminate()
-                assert process.wait(5) == 0
+                assert process.wait(60) == 0
                 assert process.stdout is not None
                 process.stdout.close()
 

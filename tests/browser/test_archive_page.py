@@ -178,10 +178,10 @@ def test_a_hundred_megabytes(page: Page, serve: Serve, tmp_path: Path) -> None:
     begin = time.monotonic()
     page.goto(url, wait_until="commit")
     paint_ms = None
-    while paint_ms is None and time.monotonic() - begin < 10:
+    while paint_ms is None and time.monotonic() - begin < 60:
         paint_ms = page.evaluate("(performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime ?? null")
     assert paint_ms is not None, "how soon on an idle machine is the bench's to say (dashboard_first_paint_s)"
-    expect(page.locator("#source")).to_contain_text("complete", timeout=60_000)
+    expect(page.locator("#source")).to_contain_text("complete", timeout=180_000)
     print(f"first paint {paint_ms:.0f} ms, all read after {time.monotonic() - begin:.1f} s")
     expect(page.get_by_role("status").first).to_have_text("ended")
 

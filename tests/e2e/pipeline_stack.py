@@ -95,6 +95,11 @@ class ConnectionHarm:
             proxy.close()
 
     @property
+    def passed(self) -> int:
+        """Bytes that went through here: none, where a connection was made before its socket could be taken."""
+        return sum(proxy.passed for proxy in self.proxies)
+
+    @property
     def flipped(self) -> int:
         """Bytes that were damaged so far."""
         return sum(proxy.flipped for proxy in self.proxies)

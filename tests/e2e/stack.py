@@ -397,6 +397,28 @@ datastream_frame_log = {json.dumps(str(archive))}
 """
 
 
+NO_WEIGHTS = """\
+import sys, time
+if "worker.engine" in sys.orig_argv:
+    from worker.engine import sources
+    sources.resolve_source = lambda *_: time.sleep(600)
+"""
+
+
+def held_worker(folder: Path, phase: str) -> tuple[str, str]:
+    """Arguments for a worker that does not get beyond the phase, however late a test comes: it never reports
+    ("provider_start"), or its engine never has its model ("weights_loaded")."""
+    script = folder / "worker"
+    if phase == "provider_start":
+        script.write_text("#!/bin/sh\nread until_shutdown\n")
+    else:
+        (folder / "sitecustomize.py").write_text(NO_WEIGHTS)
+        worker = Path(sys.executable).with_name("mvp-worker-node")
+        script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {worker} "$@"\n')
+    script.chmod(0o700)
+    return "--worker-bin", str(script)
+
+
 class Asker:
     """One prompt on a raw connection that is read to its very end, so that a second terminal event would be seen."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Process, assert_right, processes, wait_for
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, GONE_S, Process, assert_right, processes, wait_for
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_prompt(state: Path) -> None:
     demo = start(state, "--prompt", COLOURS, "--max-tokens", str(COLOURS_TOKENS))
-    out, err = demo.communicate(timeout=150)
+    out, err = demo.communicate(timeout=300)
     assert demo.returncode == 0, err
     assert out.endswith("\n") and out.strip() == out[:-1]
     assert_right(out[:-1])
@@ -66,8 +66,8 @@ def test_a_chat_that_is_killed(state: Path) -> None:
             break
     assert {"agent", "engine", "prompt_gateway"} <= {process.part for process in left(state)}
     demo.kill()
-    demo.wait(10)
-    wait_for("all gone", lambda: not left(state), 15)
+    demo.wait(60)
+    wait_for("all gone", lambda: not left(state), GONE_S)
 
 
 def test_a_wrong_model(state: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_wrong_model(state: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_text("<html>")
     demo = start(state, "--prompt", COLOURS, "--model", str(bad))
-    out, err = demo.communicate(timeout=60)
+    out, err = demo.communicate(timeout=300)
     assert (demo.returncode, out) == (1, "")
     lines = [line for line in err.splitlines() if line.startswith("demo: ")]
     assert len(lines) == 2 and "not a GGUF file" in lines[0] and "mvp-archive" in lines[1]

@@ -184,9 +184,9 @@ def test_three_boxes_serve_one_model_and_no_key_is_seen(boxes: list[str], models
         assert operator.process.stdin is not None
         operator.process.stdin.write(b"stop\n")
         operator.process.stdin.flush()
-        assert operator.process.wait(60) == 0, operator.said
+        assert operator.process.wait(150) == 0, operator.said
         for worker in workers:
-            assert worker.wait(30) == 0
+            assert worker.wait(60) == 0
         assert seen_in({"archive": operator.archive.read_text(), "terminal": operator.said}, secrets) == []
         assert not list(ledger_folder(operator.environment).glob("*.jsonl")) and not (tmp_path / "run").exists()
     finally:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from services.prompt_gateway.wire import DoneLine, TextDeltaLine
-from tests.e2e.stack import COLOURS, LONG, Asker, Stack, model_file, wait_for
+from tests.e2e.stack import COLOURS, GONE_S, LONG, READY_S, Asker, Stack, held_worker, model_file, wait_for
 
-RESTART_S = 20.0
+RESTART_S = 60.0
 PARTS = ("router", "membership", "datastream_collector", "config_resolver", "provisioner", "prompt_gateway")
 
 
@@ -121,9 +121,9 @@ def test_a_damaged_model(size: int, says: str, tmp_path: Path) -> None:
 
 @pytest.mark.spec("S1 9.15", "S1 10.8", "S1 10.15", "S1 4.9")
 @pytest.mark.parametrize(("part", "how"), [("agent", "exited"), ("engine", "stage 0 faulted")])
-def test_a_worker_killed_while_loading(part: str, how: str) -> None:
+def test_a_worker_killed_while_loading(part: str, how: str, tmp_path: Path) -> None:
     """The provider's word, or the stage's, is enough: the run ends at once, without waiting for SWIM."""
-    with Stack() as stack:
+    with Stack(args=held_worker(tmp_path, "weights_loaded")) as stack:
         stack.wait_record("stage_provision_send", "sent")
         stack.kill(part)
         error = stack.assert_failed()
@@ -150,8 +150,7 @@ def test_services_killed_during_start_up() -> None:
 def test_the_config_resolver_killed_before_its_slices_are_served() -> None:
     """Somebody still needs it, so it is started again, with the same configuration; later nobody would miss it."""
     with Stack() as stack:
-        while not any(process.part == "router" for process in stack.left()):
-            time.sleep(0.005)
+        once_there(stack, "router")
         stack.kill("config_resolver")
         stack.assert_answers()
         assert restarts(stack, "config_resolver") == 1
@@ -191,7 +190,7 @@ def test_a_second_orchestrator_on_the_same_run_directory(served: Stack) -> None:
     assert served.process is not None
     with Stack(run_dir=served.home / "run") as second:
         assert second.process is not None
-        assert second.process.wait(30) == 1
+        assert second.process.wait(60) == 1
         assert second.stderr.count("\n") == 1 and second.stderr.startswith("mvp-orchestrator: run directory ")
         assert f"in use by another orchestrator (process {served.process.pid})" in second.stderr
         assert "[runtime] run_dir" in second.stderr
@@ -216,6 +215,14 @@ def test_services_whose_loss_a_run_survives(served: Stack, part: str) -> None:
         wait_for("the record", lambda: restarts(served, part), RESTART_S)
     served.assert_answers()
     assert served.process is not None and served.process.poll() is None
+
+
+def once_there(stack: Stack, part: str) -> None:
+    """Return as soon as that process exists."""
+    until = time.monotonic() + READY_S
+    while not any(process.part == part for process in stack.left()):
+        assert time.monotonic() < until, f"no {part}: {stack.stderr}"
+        time.sleep(0.005)
 
 
 def restarts(stack: Stack, part: str) -> int:
@@ -244,7 +251,7 @@ def test_a_worker_killed_while_answering(part: str, says: str) -> None:
         asker = Asker(stack.addr(), LONG)
         asker.wait_text()
         queued = Asker(stack.addr(), COLOURS, events=["queued"])
-        wait_for("queued", lambda: queued.lines, 10)
+        wait_for("queued", lambda: queued.lines, 60)
         stack.kill(part)
         error = stack.assert_failed()
         assert "while serving prompts" in error and says in error, error
@@ -275,18 +282,18 @@ def test_orchestrator_and_provisioner_killed() -> None:
         stack.wait_record("node_runtime_ready", "ready")
         for pid in (stack.pid("provisioner"), stack.pid("orchestrator")):
             os.kill(pid, signal.SIGKILL)
-        wait_for("all gone", lambda: not stack.left(), 15)
+        wait_for("all gone", lambda: not stack.left(), GONE_S)
 
 
 @pytest.mark.spec("S1 4.13", "S1 9.16", "S1 9.10")
 def test_the_orchestrator_killed() -> None:
-    """Everybody notices by himself: the active request is faulted, workers and services are gone within 15 s."""
+    """Everybody notices by himself: the active request is faulted, workers and services are gone within seconds."""
     with Stack() as stack:
         asker = Asker(stack.addr(), LONG)
         asker.wait_text()
         started = time.monotonic()
         stack.kill("orchestrator")
-        wait_for("all gone", lambda: not stack.left(), 15)
+        wait_for("all gone", lambda: not stack.left(), GONE_S)
         print(f"gone after {time.monotonic() - started:.1f} s")
         assert [line["type"] for line in asker.terminals()] == ["fault"], asker.lines[-3:]
         assert stack.wait() == -signal.SIGKILL
@@ -303,9 +310,8 @@ def test_the_orchestrator_killed() -> None:
 def test_a_configuration_that_was_changed_before_its_slices_were_served() -> None:
     """Two halves of a run must not work with two configurations: it ends at once, and says why."""
     with Stack() as stack:
-        while not any(process.part == "router" for process in stack.left()):
-            time.sleep(0.005)
+        once_there(stack, "router")
         stack.config_file.write_text(stack.config_file.read_text().replace('id = "smollm2"', 'id = "other"'))
         stack.kill("config_resolver")
-        error = stack.assert_failed(20)
+        error = stack.assert_failed()
         assert "the configuration was changed while the run was starting" in error

@@ -32,7 +32,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
             stack.ask("Name three primary colors.", max_tokens=8)
             stack.say("stop\n")
             stack.assert_stopped("stdin")
-            out, _ = listener.communicate(timeout=60)
+            out, _ = listener.communicate(timeout=150)
     finally:
         if listener.poll() is None:
             listener.kill()

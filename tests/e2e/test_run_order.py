@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,17 @@ from typing import Any
 import pytest
 
 from services.prompt_gateway.wire import DoneLine, FaultLine, QueuedLine, TextDeltaLine
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, LONG, Record, Stack, StackError, assert_right, wait_for
+from tests.e2e.stack import (
+    COLOURS,
+    COLOURS_TOKENS,
+    LONG,
+    Record,
+    Stack,
+    StackError,
+    assert_right,
+    held_worker,
+    wait_for,
+)
 from tools.prompt_client import PromptClient, PromptClientError
 
 LAG_MS = 1000  # of the archive behind what it tells
@@ -339,7 +348,7 @@ def test_shutdown_over_the_rpc() -> None:
 )
 def test_a_stop_during_start_up(phase: str, status: str, how: str, waiting_for: str, tmp_path: Path) -> None:
     """An error of the phase that waited: status 1, the workers are stopped (design.md 6 row 26)."""
-    with Stack(args=("--worker-bin", str(held_worker(tmp_path, phase)))) as stack:
+    with Stack(args=held_worker(tmp_path, phase)) as stack:
         stack.wait_record(phase, status)
         if how == "stdin":
             stack.say("quit\n")
@@ -370,28 +379,6 @@ def test_a_stop_before_the_services_are_up(after_s: float) -> None:
 
 
 # --- helpers --------------------------------------------------------------------------------------------------
-
-
-NO_WEIGHTS = """\
-import sys, time
-if "worker.engine" in sys.orig_argv:
-    from worker.engine import sources
-    sources.resolve_source = lambda *_: time.sleep(600)
-"""
-
-
-def held_worker(folder: Path, phase: str) -> Path:
-    """A worker that does not get beyond the phase, however late the stop comes: it never reports, or never has its
-    model."""
-    script = folder / "worker"
-    if phase == "provider_start":
-        script.write_text("#!/bin/sh\nread until_shutdown\n")
-    else:
-        (folder / "sitecustomize.py").write_text(NO_WEIGHTS)
-        worker = Path(sys.executable).with_name("mvp-worker-node")
-        script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {worker} "$@"\n')
-    script.chmod(0o700)
-    return script
 
 
 def ready_for_signals(pid: int) -> bool:

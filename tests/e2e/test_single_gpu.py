@@ -49,7 +49,7 @@ class Place:
         self.address = address
         return key
 
-    def heard(self, text: str, limit_s: float = 30) -> str:
+    def heard(self, text: str, limit_s: float = 60) -> str:
         """The first line of gpu-node's stderr with this text."""
         found: list[str] = []
         self.until(lambda: found.extend(line for line in self.said if text in line) or found, limit_s)
@@ -70,7 +70,7 @@ class Place:
             [*CLIENT, *options], env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def ask(self, *options: str, limit_s: float = 60) -> tuple[int, str, str]:
+    def ask(self, *options: str, limit_s: float = 150) -> tuple[int, str, str]:
         process = self.client(*options)
         out, said = process.communicate(timeout=limit_s)
         return process.returncode, out, said
@@ -78,7 +78,18 @@ class Place:
     def close(self) -> None:
         if self.node and self.node.poll() is None:
             self.node.terminate()
-            self.node.wait(15)
+            self.node.wait(60)
+
+
+def until_said(client: subprocess.Popen[str], word: str) -> str:
+    """What a client says up to the line with this word."""
+    assert client.stderr
+    said = ""
+    while word not in said:
+        line = client.stderr.readline()
+        assert line, f"it ended: {said}"
+        said += line
+    return said
 
 
 @pytest.fixture
@@ -99,7 +110,7 @@ def test_two_processes_with_the_stub_worker_and_nothing_is_left(place: Place) ->
     worker = place.worker_pid()
     assert place.node
     place.node.terminate()
-    assert place.node.wait(10) == 0
+    assert place.node.wait(60) == 0
     assert is_gone(worker) and not list(place.home.rglob("*.json"))
     status, out, said = place.ask("--seed", key, "--prompt", "again")
     assert (status, out) == (1, "") and "no gpu-node" in said and "Traceback" not in said
@@ -109,7 +120,7 @@ def test_two_processes_with_the_stub_worker_and_nothing_is_left(place: Place) ->
 def test_clients_at_the_same_time(place: Place) -> None:
     key = place.start("--stub")
     clients = [place.client("--seed", key, "--prompt", f"p{number}") for number in range(4)]
-    assert [client.communicate(timeout=60)[0] for client in clients] == [f"[stub] p{number}\n" for number in range(4)]
+    assert [client.communicate(timeout=150)[0] for client in clients] == [f"[stub] p{number}\n" for number in range(4)]
 
 
 @pytest.mark.spec("S2 8", "S2 7.5.4")
@@ -125,10 +136,14 @@ def test_with_the_address_and_a_key_file_of_its_own(place: Place) -> None:
 
 @pytest.mark.spec("S2 4.5", "S2 7.3.4")
 def test_a_worker_that_is_still_loading_is_asked_again(place: Place) -> None:
-    key = place.start(WORKER_SCRIPT=str(ECHO), ECHO_READY_S="4")
-    status, out, said = place.ask("--seed", key, "--prompt", "patience", "--temperature", "0.25", "--max-tokens", "9")
-    assert (status, out) == (0, "patience 9 0.25\n")
-    assert said.count("still loading") == 1
+    ready = place.home / "ready"
+    key = place.start(WORKER_SCRIPT=str(ECHO), ECHO_READY_FILE=str(ready))
+    client = place.client("--seed", key, "--prompt", "patience", "--temperature", "0.25", "--max-tokens", "9")
+    said = until_said(client, "still loading")
+    ready.touch()
+    out, rest = client.communicate(timeout=150)
+    assert (client.returncode, out) == (0, "patience 9 0.25\n")
+    assert (said + rest).count("still loading") == 1
 
 
 @pytest.mark.spec("S2 4.4", "S2 7.3.2", "S2 7.3.3")
@@ -146,18 +161,16 @@ def test_a_worker_that_crashes_is_told_at_once_and_the_node_stays_for_diagnostic
 @pytest.mark.spec("S2 7.3.1")
 def test_a_worker_that_dies_while_it_loads_ends_the_node(place: Place) -> None:
     place.start(WORKER_SCRIPT=str(ECHO), ECHO_FAIL="1")
-    assert place.node and place.node.wait(15) == 1
+    assert place.node and place.node.wait(60) == 1
     place.heard("the worker exited with status 3; its last words: cannot load the model")
 
 
 def test_ctrl_c_ends_a_waiting_client(place: Place) -> None:
     key = place.start(WORKER_SCRIPT=str(ECHO))
     client = place.client("--seed", key, "--prompt", "__hang__")
-    assert client.stderr
-    while "asking" not in client.stderr.readline():
-        pass
+    until_said(client, "asking")
     client.send_signal(signal.SIGINT)
-    out, said = client.communicate(timeout=10)
+    out, said = client.communicate(timeout=60)
     assert (client.returncode, out) == (1, "") and "SIGINT; no answer" in said and "Traceback" not in said
 
 
@@ -169,7 +182,7 @@ def test_a_killed_node_takes_its_worker_with_it_and_is_known_to_be_gone(place: P
     assert place.node
     place.node.kill()
     place.node.wait()
-    assert is_gone(worker, 10)
+    assert is_gone(worker)
     status, _, said = place.ask("--seed", key, "--prompt", "x")
     assert status == 1 and "is not running any more" in said
 
@@ -202,7 +215,7 @@ def test_usage_errors_are_one_sentence(place: Place, options: tuple[str, ...], s
 @pytest.mark.spec("S2 5")
 def test_a_bad_environment_of_gpu_node_is_one_sentence(place: Place, environ: dict[str, str], sentence: str) -> None:
     done = subprocess.run(
-        [*NODE, "--stub"], env={**place.environ, **environ}, capture_output=True, text=True, timeout=30
+        [*NODE, "--stub"], env={**place.environ, **environ}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and sentence in done.stderr and done.stderr.count("\n") == 1
 
@@ -214,6 +227,6 @@ def test_the_real_model_answers_and_temperature_0_is_honoured(place: Place) -> N
     options = ("--seed", key, "--prompt", "Name the capital of France.", "--max-tokens", "12", "--temperature")
     first = place.ask(*options, "0", limit_s=300)
     assert first[0] == 0 and first[1].strip(), first[2]
-    assert place.ask(*options, "0", limit_s=60)[1] == first[1]
-    hot = {place.ask(*options, "5", limit_s=60)[1] for _ in range(2)}
+    assert place.ask(*options, "0")[1] == first[1]
+    hot = {place.ask(*options, "5")[1] for _ in range(2)}
     assert hot != {first[1]}, "temperature reaches the sampler"

@@ -52,7 +52,7 @@ class Renter:
         pipe = subprocess.PIPE
         return subprocess.Popen([*command, *options], env=self.environ, stdout=pipe, stderr=pipe, text=True)
 
-    def ask(self, prompt: str, *options: str, limit_s: float = 120) -> tuple[int, str, str]:
+    def ask(self, prompt: str, *options: str, limit_s: float = 300) -> tuple[int, str, str]:
         process = self.start(prompt, *options)
         out, said = process.communicate(timeout=limit_s)
         return process.returncode, out, said
@@ -74,7 +74,7 @@ class Renter:
         return any(machine is not None and "worker ready" in machine.log for machine in machines)
 
 
-def until(fact: Callable[[], object], limit_s: float = 60) -> None:
+def until(fact: Callable[[], object], limit_s: float = 150) -> None:
     end = time.monotonic() + limit_s
     while not fact():
         assert time.monotonic() < end, f"not true within {limit_s} s"
@@ -127,8 +127,8 @@ def test_a_crash_of_the_worker_shows_the_remote_log_and_destroys(renter: Renter)
 
 @pytest.mark.spec("S2 7.3.5")
 def test_no_answer_within_the_limit(renter: Renter) -> None:
-    status, _, said = renter.ask("__hang__", "--limit-s", "3")
-    assert status == 1 and "no answer within 3 s: the worker did not answer" in said and "remote: gpu-node: " in said
+    status, _, said = renter.ask("__hang__", "--limit-s", "8")
+    assert status == 1 and "no answer within 8 s: the worker did not answer" in said and "remote: gpu-node: " in said
     renter.given_back(1)
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_gives_back_first(renter: Renter) -> None:
     client = renter.start("__hang__")
     until(renter.serving)
     client.send_signal(signal.SIGINT)
-    _, said = client.communicate(timeout=60)
+    _, said = client.communicate(timeout=150)
     assert client.returncode == 1 and "SIGINT; no answer" in said and "Traceback" not in said
     renter.given_back(1)
 
@@ -162,7 +162,7 @@ def test_nothing_for_rent_and_nobody_agreed(renter: Renter) -> None:
     assert status == 1 and "no GPU is for rent at $0.05 an hour or less" in said and not renter.vast.created
     command = [*CLIENT, "--prompt", "x", "--image", IMAGE]
     done = subprocess.run(
-        command, env=renter.environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        command, env=renter.environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=150
     )
     assert done.returncode == 1 and "say --yes to agree" in done.stderr and not renter.vast.created
     for options in (("--image", "gpu-node:latest"), ("--ssh-identity", "/nowhere")):

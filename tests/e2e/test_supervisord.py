@@ -15,7 +15,7 @@ import pytest
 from supervisor.xmlrpc import SupervisorTransport
 
 from common.addresses import SERVICES
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Stack, assert_right, wait_for
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, GONE_S, READY_S, Stack, assert_right, wait_for
 from tools.prompt_client import PromptClient
 
 CONF = Path(__file__).resolve().parents[2] / "config" / "supervisord.conf"
@@ -39,8 +39,15 @@ class Hosted(Stack):
                 env=environ,
                 start_new_session=True,
             )
-        wait_for("supervisord", (self.run_dir / "supervisor.sock").exists, 10)
+        wait_for("supervisord", (self.run_dir / "supervisor.sock").exists, 60)
+        wait_for("its answer", self._answers, 60)  # it listens a moment after the name is there
         return self
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.rpc.getState())
+        except OSError:
+            return False
 
     @property
     def rpc(self) -> Any:
@@ -54,8 +61,8 @@ class Hosted(Stack):
 
     def assert_all_gone(self) -> None:
         """supervisord itself always exits 0, whatever its programs did."""
-        assert self.wait(60) == 0
-        assert not self.left()
+        assert self.wait(120) == 0
+        wait_for("nothing of it", lambda: not self.left(), GONE_S)
 
 
 EXTRAS = {"http_front": "http: http://127.0.0.1:8080/v1", "dashboard": "dashboard: http://127.0.0.1:8090/"}
@@ -102,12 +109,14 @@ def test_a_run_under_supervisord(hosted: Hosted) -> None:
         assert set(states.values()) <= {"STARTING", "RUNNING"}, states
         return set(states.values()) == {"RUNNING"}
 
-    wait_for("every program is RUNNING", running, 15)
+    wait_for("every program is RUNNING", running, 60)
     # Their ports are fixed ones: somebody on this machine may have them, and that is said in their logs.
     for name, line in EXTRAS.items():
         with contextlib.suppress(Fault):
             hosted.rpc.startProcess(name)
-        assert line in hosted.log(name) or "Address already in use" in hosted.log(name), hosted.log(name)
+        # supervisord calls it started after startsecs, whether it has said anything by then or not.
+        said = (line, "Address already in use")
+        wait_for(f"{name} to say {line}", lambda: any(words in hosted.log(name) for words in said), 60)  # noqa: B023
         with contextlib.suppress(Fault):
             hosted.rpc.stopProcess(name)
     assert hosted.rpc.stopProcess("orchestrator")
@@ -131,8 +140,8 @@ def test_the_next_run_and_the_end(hosted: Hosted) -> None:
         records = hosted.archive.lifecycle()[before:]
         return next((r.detail["addr"] for r in records if r.step == ("prompt_rpc", "ready")), "")
 
-    wait_for("the second run", ready_again, 60)
-    with PromptClient.connect(ready_again(), wait_s=2, read_timeout_s=60) as client:
+    wait_for("the second run", ready_again, READY_S)
+    with PromptClient.connect(ready_again(), wait_s=10, read_timeout_s=150) as client:
         assert_right(client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text)
     assert hosted.rpc.shutdown()
     hosted.assert_all_gone()
@@ -146,7 +155,7 @@ def test_a_wrong_configuration_under_supervisord() -> None:
     """The resolver serves the error, the orchestrator prints it and ends with status 1; no worker was started."""
     with Hosted(text="[model\n") as stack:
         assert isinstance(stack, Hosted)
-        wait_for("the end of the run", lambda: stack.rpc.getProcessInfo("orchestrator")["statename"] == "EXITED", 30)
+        wait_for("the end of the run", lambda: stack.rpc.getProcessInfo("orchestrator")["statename"] == "EXITED", 120)
         assert stack.rpc.getProcessInfo("orchestrator")["exitstatus"] == 1
         lines = stack.log("orchestrator").splitlines()
         assert len(lines) == 1 and lines[0].startswith("mvp-orchestrator: "), lines

@@ -23,7 +23,7 @@ def vendor_python() -> Path:
     environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     environ |= {"UV_PROJECT_ENVIRONMENT": str(HOME), "UV_PYTHON_DOWNLOADS": "never"}
     command = [str(uv), "sync", "--locked", "--only-group", "vendor", "--quiet", "--project", str(ROOT)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     return HOME / "bin" / "python"
 

@@ -20,13 +20,13 @@ SAMPLED = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2}
 def begun(stack: Stack, deltas: int, **options: Any) -> Asker:
     """An answer of which some text is there."""
     asker = Asker(stack.addr(), LONG, max_tokens=TOKENS, **options)
-    wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= deltas, 60)
+    wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= deltas, 120)
     return asker
 
 
 def ended(asker: Asker) -> dict[str, Any]:
     """Its terminal event, the only one; the deltas before it are its text."""
-    wait_for("the end", lambda: asker.lines and asker.lines[-1]["type"] in ("done", "fault"), 150)
+    wait_for("the end", lambda: asker.lines and asker.lines[-1]["type"] in ("done", "fault"), 300)
     *deltas, end = asker.lines
     assert [line["type"] for line in deltas] == ["text_delta"] * len(deltas), asker.lines
     if end["type"] == "done":
@@ -59,11 +59,12 @@ def test_a_stage_that_is_killed_is_replaced_and_the_answer_goes_on(
     undisturbed = ended(begun(two, 1, **options))
     assert undisturbed["tokens_generated"] == TOKENS
     before = len(restarted(two))
-    asker = begun(two, 12, **options)
-    os.kill(stage_pid(two, part, stage), signal.SIGKILL)
+    pid = stage_pid(two, part, stage)
+    asker = begun(two, 4, **options)
+    os.kill(pid, signal.SIGKILL)
     end = ended(asker)
     assert facts(end) == facts(undisturbed)
-    wait_for("the record", lambda: len(restarted(two)) > before, 20)
+    wait_for("the record", lambda: len(restarted(two)) > before, 60)
     ready = restarted(two)[-1]
     assert ready["attempt"] == 1 and 0 < ready["replayed_tokens"] < TOKENS
     assert f"node {2 + stage}" in ready["cause"] and "while serving prompts" in ready["cause"]
@@ -75,8 +76,9 @@ def test_the_middle_of_three_is_replaced_where_tokens_are_fed_back_directly() ->
     feedback = '[pipeline]\nfeedback = "direct"\n'
     with Stack(args=("--pipeline-stages", "3"), runtime=RESTART, config=feedback) as stack:
         undisturbed = ended(begun(stack, 1))
-        asker = begun(stack, 12)
-        os.kill(stage_pid(stack, "agent", 1), signal.SIGKILL)
+        pid = stage_pid(stack, "agent", 1)
+        asker = begun(stack, 4)
+        os.kill(pid, signal.SIGKILL)
         assert facts(ended(asker)) == facts(undisturbed)
 
 
@@ -109,8 +111,9 @@ def test_the_one_worker_of_direct_mode_is_replaced_too() -> None:
     with Stack(runtime=RESTART) as stack:
         undisturbed = ended(begun(stack, 1))
         for part in ("agent", "engine"):
-            asker = begun(stack, 8)
-            stack.kill(part)
+            pid = stack.pid(part)
+            asker = begun(stack, 4)
+            os.kill(pid, signal.SIGKILL)
             assert facts(ended(asker)) == facts(undisturbed)
         stack.say("stop\n")
         stack.assert_stopped("stdin")

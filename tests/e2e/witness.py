@@ -55,7 +55,7 @@ class Witness:
     def __init__(self, stack: Stack) -> None:
         if any(process.part == "config_resolver" for process in stack.left()):
             stack.kill("config_resolver")
-        wait_for("the resolver's end", lambda: not [p for p in stack.left() if p.part == "config_resolver"], 10)
+        wait_for("the resolver's end", lambda: not [p for p in stack.left() if p.part == "config_resolver"], 60)
         self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self._host = Host.from_bus_file(stack.run_dir / "bus" / f"{Role.RESOLVER}.json")
         self._host.on_effect(Effect, lambda *_: None)
@@ -63,7 +63,7 @@ class Witness:
         self._address = self._host.spawn(self._actor)
 
     def __enter__(self) -> Witness:
-        self.wait("the members", lambda: self.agent is not None, 20)
+        self.wait("the members", lambda: self.agent is not None, 60)
         return self
 
     def __exit__(self, *_: object) -> None:

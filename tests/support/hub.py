@@ -17,7 +17,7 @@ class Hub(ThreadingHTTPServer):
 
     `has_ranges` False sends whole files only; after `breaks_after` ranges each further one is cut in its middle; each
     body waits `pause_s`; with `store`, the URL of another one, files are redirected there, as Hugging Face does.
-    `at_s`: the wall clock of each of the `ranges`; `tokens`: the Authorization headers that came.
+    `tokens`: the Authorization headers that came.
     """
 
     daemon_threads = True
@@ -28,7 +28,6 @@ class Hub(ThreadingHTTPServer):
         self.others: dict[str, bytes] = {}
         self.tokens: list[str | None] = []
         self.ranges: list[tuple[int, int]] = []
-        self.at_s: list[float] = []
         self.wholes = 0
         self.breaks_after: int | None = None
         self.pause_s = 0.0
@@ -97,7 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
             first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
             begin, end = int(first), int(last) + 1
             hub.ranges.append((begin, end))
-            hub.at_s.append(time.time())
         self.send_response(206 if is_range else 200)
         if is_range:
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")

@@ -24,7 +24,7 @@ class RawPeer:
         self._id = 0
         self.heard: list[tuple[Plane, bytes, Message]] = []
         self.welcomes: dict[Plane, Welcome] = {}
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(self.welcomes) < len(endpoints):
             assert time.monotonic() < until, f"only {sorted(self.welcomes)} were welcomed"
             for plane in endpoints:

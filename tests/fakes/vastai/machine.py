@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from common.door import free_ports
+
 WORK = "/tmp/swactor-mq"
 SSHD = "/usr/sbin/sshd"
 
@@ -24,7 +26,7 @@ class FakeMachine:
         self, instance: int, keys: list[str], onstart: str, variables: dict[str, str], login: dict[str, str]
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"fake-vast-{instance}-", dir="/tmp"))
-        self.port = _free_port()
+        self.port = free_ports("127.0.0.1")  # below those that every connection of this machine takes from
         (self.folder / "work").mkdir(mode=0o700)
         Path(WORK).mkdir(mode=0o700, exist_ok=True)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
@@ -76,7 +78,7 @@ class FakeMachine:
 
     def wait_up(self) -> None:
         """Until its sshd answers."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
@@ -86,11 +88,5 @@ class FakeMachine:
         """Everything of it is gone when this returns."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(60)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -74,7 +74,7 @@ def test_embedded_resolves_reports_and_leaves_with_its_owner(world: World) -> No
     assert found.provider == "process"
     assert process.poll() is None, "it waits for its bus file"
     os.close(owner)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, b"", b"")
 
 
@@ -87,7 +87,7 @@ def test_embedded_reports_one_sentence(world: World) -> None:
         error='argument --provider = "mock" is not valid: '
         'it must be "process", "docker", "swarm", "vastai" or "external"'
     )
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (1, b"", b"")
     os.close(owner)
 
@@ -99,7 +99,7 @@ def run(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
 

@@ -41,7 +41,7 @@ echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"worker.text","pa
 echo '{"mvp_stdio_event":1,"kind":"something else"}'
 echo '{"type":"shutdown"}'
 echo '{"mvp_stdio_event":1,"kind":"datastream_frame","channel":"mvp.provisioning.events","payload":{"event":FORGED}}'
-sleep 3 # to be started before it ends
+until [ -e "$0.go" ]; do sleep 0.1; done # it ends when the test says so
 exit 7
 """.replace("FORGED", '{"run_id":1,"node_id":1,"kind":"NodeStopped","provider":"process","message":"forged"}')
 
@@ -85,6 +85,7 @@ class World:
         worker = directory / "worker.sh"
         worker.write_text(WORKER)
         worker.chmod(0o755)
+        self.go = worker.with_name("worker.sh.go")
         self.log = directory / "archive.jsonl"
         run = directory / "run"
         run.mkdir(mode=0o700)
@@ -107,7 +108,7 @@ class World:
         )
         os.close(owner)
 
-    def order(self, msg: Any, answer: type, limit_s: float = 20) -> Any:
+    def order(self, msg: Any, answer: type, limit_s: float = 60) -> Any:
         before = len(self.told(answer))
         self.host.deliver(self.address, msg)
         self.bus.until(lambda: len(self.told(answer)) > before, limit_s)
@@ -117,7 +118,8 @@ class World:
         return [msg for msg in self.orchestrator.got if isinstance(msg, kind)]
 
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_bytes().splitlines()]
+        # The last line may be on its way into the file.
+        return [json.loads(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
 
 
 @pytest.fixture
@@ -138,6 +140,7 @@ def test_a_record_is_not_a_command_and_ends_nothing(world: World) -> None:
     assert world.told(NodeExited) == [], "the worker said that it is gone, and lives"
     said = [json.loads(record["payload"]["value"]) for record in world.records() if ".stdout" in record["channel"]]
     assert '{"type":"shutdown"}' in [record["line"]["line"] for record in said], "a line like any other"
+    world.go.touch()
     world.bus.until(lambda: world.told(NodeExited), 60)
 
 
@@ -146,6 +149,7 @@ def test_every_kind_of_observation_arrives_as_its_record(world: World) -> None:
     world.order(PrepareProvider(run_id=1, provider="process"), ProviderPrepared)
     spec = NodeProvisionSpec(run_id=1, node_id=1, stage_index=0, image="none")
     world.order(StartNode(spec=spec, run=b"\x01" * 16, orchestrator=world.address), NodeStarted)
+    world.go.touch()
     world.bus.until(lambda: world.told(NodeExited), 60)
     world.order(Flush(), Flushed)
     records = world.records()

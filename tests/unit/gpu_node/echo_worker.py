@@ -1,6 +1,7 @@
 """A stand-in for the worker of S2 6.4 that misbehaves when a prompt says so (rust-swactor.md 10.3).
 
-ECHO_READY_S delays its readiness. It echoes no ids, as a worker of the original would not.
+ECHO_READY_S delays its readiness, ECHO_READY_FILE until that file is there. It echoes no ids, as a worker of the
+original would not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def say(value: object) -> None:
 
 def main() -> None:
     time.sleep(float(os.environ.get("ECHO_READY_S", "0")))
+    while (file := os.environ.get("ECHO_READY_FILE")) and not os.path.exists(file):
+        time.sleep(0.05)
     if os.environ.get("ECHO_FAIL"):
         print("cannot load the model", file=sys.stderr)
         sys.exit(3)

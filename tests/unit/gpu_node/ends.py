@@ -55,7 +55,7 @@ class Cluster:
             end.host.pump()
         self.node._hear()
 
-    def until(self, fact: Callable[[], object], limit_s: float = 15) -> None:
+    def until(self, fact: Callable[[], object], limit_s: float = 60) -> None:
         started = time.monotonic()
         while not fact():
             assert time.monotonic() - started < limit_s, f"not true within {limit_s} s"
@@ -77,7 +77,7 @@ class Cluster:
         )
         end.send(self.keys.public, self.joined(end), request)
 
-    def heard(self, end: End, count: int = 1, limit_s: float = 15) -> list[Any]:
+    def heard(self, end: End, count: int = 1, limit_s: float = 60) -> list[Any]:
         """`count` messages of the client's inbox, in order."""
         heard: list[Any] = []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,12 +97,13 @@ def test_a_crash_answers_everybody_and_leaves_the_node_usable(cluster: Cluster) 
 
 
 @pytest.mark.spec("S2 4.5", "S2 7.3.4", "S2 7.3.3")
-def test_not_ready_at_once_and_an_error_line_is_a_fault() -> None:
-    cluster = Cluster(spec=ProcessSpec(ECHO.command, {"ECHO_READY_S": "3"}))
+def test_not_ready_at_once_and_an_error_line_is_a_fault(tmp_path: Path) -> None:
+    cluster = Cluster(spec=ProcessSpec(ECHO.command, {"ECHO_READY_FILE": str(tmp_path / "ready")}))
     client = cluster.client()
     cluster.ask(client, 1, "early")
     assert cluster.heard(client) == [InferenceNotReady(request_id=1)]
     assert not cluster.node.ready
+    (tmp_path / "ready").touch()
     cluster.ready()
     cluster.ask(client, 2, "__error__")
     cluster.ask(client, 3, "fine")

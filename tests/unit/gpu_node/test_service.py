@@ -35,7 +35,7 @@ def test_a_worker_that_never_reports_ready_ends_the_node_with_status_1(capsys: p
     node = make(ProcessSpec(ECHO.command, {"ECHO_READY_S": "60"}), 1500)
     started = time.monotonic()
     assert node.run() == 1
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 50
     assert "the worker did not report ready within 1 s" in capsys.readouterr().err
     assert all(child.pid == 0 for child in node._children.values())
 
@@ -49,7 +49,7 @@ def test_a_worker_that_exits_while_it_loads_ends_the_node_with_status_1(capsys: 
 @pytest.mark.parametrize("ready_s", ["0", "30"])
 def test_a_signal_stops_it_and_its_worker_while_it_loads_and_while_it_serves(ready_s: str) -> None:
     node = make(ProcessSpec(ECHO.command, {"ECHO_READY_S": ready_s}), 60_000)
-    node.end.turn_until(lambda: node._hear() or node.inference.process_alive, 10_000)
+    node.end.turn_until(lambda: node._hear() or node.inference.process_alive, 60_000)
     pid = node._children[node.inference.process_addr].pid
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert node.run() == 0
@@ -86,7 +86,7 @@ def test_the_key_comes_as_a_file_and_does_not_stay(tmp_path: Path) -> None:
         part.rename(path)
 
     threading.Timer(0.3, deliver).start()
-    assert wait_for_key(path, 10_000) == keys
+    assert wait_for_key(path, 60_000) == keys
     assert not path.exists()
     path.write_text("nonsense")
     with pytest.raises(GpuNodeError, match="others can read"):

@@ -30,7 +30,7 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tend(tunnel: Tunnel, path: Path) -> list[str]:
-    said, until = [], time.monotonic() + 10
+    said, until = [], time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < until
         if text := tunnel.tend():
@@ -71,4 +71,4 @@ def test_the_remote_command_ends_with_its_client(tmp_path: Path) -> None:
     assert remote.stdin
     remote.stdin.write(b"ab\n")
     remote.stdin.close()
-    assert remote.wait(10) == 0 and path.read_text() == "ab\n"
+    assert remote.wait(60) == 0 and path.read_text() == "ab\n"

@@ -35,7 +35,7 @@ def start_front(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 def stop_front(process: subprocess.Popen[str]) -> None:
     process.terminate()
-    assert process.wait(5) == 0
+    assert process.wait(60) == 0
     assert process.stdout is not None
     process.stdout.close()
 

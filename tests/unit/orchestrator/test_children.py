@@ -44,7 +44,7 @@ def family(lines: Lines) -> Iterator[Children]:
 
 def until(condition: object, what: str) -> None:
     """Wait, bounded."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, what
         time.sleep(0.02)
@@ -73,9 +73,10 @@ def test_a_service_gets_no_secret_and_a_session_of_its_own(
     assert b"key-1" not in environ and b"token-1" not in environ
     assert os.getsid(pid) == pid != os.getsid(0)
     assert b"\0-P\0-m\0services.router\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    started = time.monotonic()
+    monkeypatch.setattr(children, "SERVICE_STOP_MS", 60_000)
+    process = family.running[Role.ROUTER].process
     family.stop_all()
-    assert time.monotonic() - started < 1.4, "a service that is asked to end does not wait for its killer"
+    assert process.returncode == 0, "a service that is asked to end ends, and is not killed"
     assert not family.running and not Path(f"/proc/{pid}").exists()
 
 
@@ -85,21 +86,21 @@ def test_one_that_hangs_is_killed(family: Children, files: dict[Role, Path]) -> 
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     family.stop_all()
-    assert 1 < time.monotonic() - started < 5 and not Path(f"/proc/{pid}").exists()
+    assert 1 < time.monotonic() - started < 30 and not Path(f"/proc/{pid}").exists()
 
 
 def test_the_launchers_death_is_seen_through_the_pipe(family: Children, files: dict[Role, Path]) -> None:
     child = family.start(Role.ROUTER, files[Role.ROUTER])
     until(lambda: sockets(files), "the router is up")
     os.close(family._owner_write)
-    assert child.process.wait(15) == 0
+    assert child.process.wait(60) == 0
     family._owner_write = os.open(os.devnull, os.O_WRONLY)
 
 
 def test_what_they_print_arrives_by_service_and_stream(family: Children, files: dict[Role, Path], lines: Lines) -> None:
     """A router with the bus file of somebody else says so in one line."""
     child = family.start(Role.ROUTER, files[Role.GATEWAY])
-    assert child.process.wait(15) == 1
+    assert child.process.wait(60) == 1
     until(lambda: lines, "the line")
     assert lines[0][:2] == (Role.ROUTER, "stderr") and b"is the bus file of prompt_gateway" in lines[0][2]
     family.stop_all()
@@ -114,7 +115,7 @@ def test_a_service_that_ended_leaves_no_descriptor(family: Children, files: dict
     before = held()
     for _ in range(3):
         child = family.start(Role.MEMBERSHIP, files[Role.MEMBERSHIP].with_name("nothing.json"))
-        child.process.wait(10)
+        child.process.wait(60)
         child.ended()
     assert held() == before
     assert sum(stream == "stderr" and b"nothing.json" in line for _, stream, line in lines) == 3

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def test_docker_that_is_needed_and_gone_fails(tmp_path: Path, model: Path) -> No
 
 def test_for_people_and_for_help(tmp_path: Path, model: Path) -> None:
     program = [sys.executable, "-P", "-m", "services.orchestrator", "doctor"]
-    done = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=PROGRAM_LIMIT_S, check=True)
     assert "example: mvp-orchestrator doctor --config" in done.stdout
     command = [*program, f"--config={configured(tmp_path, model)}"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_LIMIT_S, check=True).stdout
@@ -145,12 +144,10 @@ def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:
     def broken() -> Finding:
         raise ValueError("bad luck")
 
-    began = time.monotonic()
     found = list(
         results([Check("hung", hang, 0.2, "turn it off"), Check("broken", broken), Check("well", lambda: ok("good"))])
     )
     never.set()
-    assert time.monotonic() - began < 5
     assert [(one.name, one.finding.status) for one in found] == [("hung", "fail"), ("broken", "fail"), ("well", "ok")]
     assert found[0].finding.do == "turn it off" and "0.2 s" in found[0].finding.says
     assert "bad luck" in found[1].finding.says

@@ -145,7 +145,7 @@ class Stack:
         """As the orchestrator."""
         self.loop.call_soon(lambda: self.deliver(message, src=ORCHESTRATOR))
 
-    def until(self, fact: Callable[[], object], limit_s: float = 10.0) -> None:
+    def until(self, fact: Callable[[], object], limit_s: float = 60.0) -> None:
         end = time.monotonic() + limit_s
         while not fact():
             if self.failure is not None:
@@ -162,7 +162,7 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stopping = True
-        self.thread.join(10)
+        self.thread.join(60)
         self.loop.close()
         if self.failure is not None and kind is None:
             raise self.failure

@@ -133,7 +133,7 @@ class Cluster:
         system = self.orchestrator_host.node.system
         system.post(self.orchestrator.gateway, message, src=self.orchestrator_address)
 
-    def until(self, fact: Callable[[], object], limit_s: float = 30) -> None:
+    def until(self, fact: Callable[[], object], limit_s: float = 60) -> None:
         end = time.monotonic() + limit_s
         while not fact():
             assert time.monotonic() < end, f"it did not come to be so; heard: {self.orchestrator.heard}"

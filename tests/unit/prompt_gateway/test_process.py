@@ -30,14 +30,14 @@ def run_dir() -> Iterator[Path]:
 
 def ends(process: subprocess.Popen[bytes]) -> int:
     try:
-        return process.wait(10)
+        return process.wait(60)
     finally:
         process.kill()
 
 
 def wait_for_handler(process: subprocess.Popen[bytes]) -> None:
     """Until the process catches SIGTERM: before that the signal would simply kill it."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while True:
         assert process.poll() is None
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -74,7 +74,7 @@ def test_a_bad_bus_file_is_one_sentence(run_dir: Path, content: bytes | None) ->
     if content is not None:
         file.write_bytes(content)
         file.chmod(0o600)
-    done = subprocess.run([*COMMAND, str(file)], cwd="/", env=ENV, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*COMMAND, str(file)], cwd="/", env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("prompt_gateway: ")
     assert done.stderr.count("\n") == 1
@@ -83,6 +83,6 @@ def test_a_bad_bus_file_is_one_sentence(run_dir: Path, content: bytes | None) ->
 def test_the_bus_file_of_another_service_is_refused(run_dir: Path) -> None:
     files = security.init(run_dir, relay=False)
     done = subprocess.run(
-        [*COMMAND, str(files[Role.PROVISIONER])], cwd="/", env=ENV, capture_output=True, text=True, timeout=30
+        [*COMMAND, str(files[Role.PROVISIONER])], cwd="/", env=ENV, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, "provisioner" in done.stderr) == (1, True)

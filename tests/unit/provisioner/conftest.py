@@ -106,7 +106,7 @@ class Watched:
             self.at.append(time.monotonic())
             self._changed.notify_all()
 
-    def wait(self, done: Callable[[list[PluginObservation]], bool], limit_s: float = 10) -> None:
+    def wait(self, done: Callable[[list[PluginObservation]], bool], limit_s: float = 60) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: done(self.seen), limit_s), self.seen
 

@@ -69,7 +69,7 @@ class FakePlugin:
         assert LaunchFile.read(launch_file).node_id == spec.node_id
         self.inside.set()
         if self.gate is not None:
-            assert self.gate.wait(5)
+            assert self.gate.wait(60)
         if self.error:
             raise ProviderError(self.error)
         return PluginNodeHandle(handle_id, 42, {"pid": 42})
@@ -226,11 +226,11 @@ def test_a_start_that_nobody_waits_for_any_more_is_stopped_when_it_ends(workshop
 
     late = threading.Thread(target=start)
     late.start()
-    assert plugin.inside.wait(5)
+    assert plugin.inside.wait(60)
     workshop.jobs.discard(minted)
     assert [call for call, _ in plugin.calls] == ["start"]
     plugin.gate.set()
-    late.join(5)
+    late.join(60)
     assert errors == ["the start was abandoned"]
     assert [call for call, _ in plugin.calls] == ["start", "stop fast"]
     workshop.jobs.close()
@@ -310,7 +310,7 @@ class RealRun:
 
     def until(self, wanted: type) -> Any:
         """Turn until the orchestrator gets such a message."""
-        for _ in range(200):
+        for _ in range(600):
             for dst, msg in self.harness.sent():
                 if isinstance(msg, Admit):
                     self.harness.tell(Admitted(key=msg.key), src=self.ROUTER)
@@ -320,7 +320,7 @@ class RealRun:
         raise AssertionError(f"no {wanted.__name__} came")
 
     def until_observed(self, text: bytes) -> None:
-        for _ in range(200):
+        for _ in range(600):
             if any(text in seen.payload for seen in self.observed):
                 return
             self.turn()

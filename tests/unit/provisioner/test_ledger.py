@@ -173,7 +173,7 @@ def test_where_the_mark_cannot_be_read_pid_and_start_time_decide(
     assert not processes.kill_identified(child.pid, started + 1, "h")
     assert child.poll() is None
     assert processes.kill_identified(child.pid, started, "h")
-    assert child.wait(5) == -9
+    assert child.wait(60) == -9
     assert not processes.kill_identified(child.pid, started, "h")
 
 
@@ -184,7 +184,7 @@ def test_the_worker_itself_is_stopped(tmp_path: Path, innocent: Callable[..., su
     ledger.append(record("handle", facts={"pid": child.pid, "start_time": processes.start_time(child.pid) or 0}))
     os.close(ledger._fd)
     assert reconcile(tmp_path, stopper()).stopped == 1
-    assert child.wait(5) == -9
+    assert child.wait(60) == -9
 
 
 def test_a_worker_that_cannot_be_stopped_keeps_its_file_and_the_others_are_attempted(tmp_path: Path) -> None:

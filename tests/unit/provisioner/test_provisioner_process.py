@@ -18,7 +18,6 @@ from common.bus import KeyPair
 from common.config_slices import ProvisionerSlice, encode_slice
 from common.effects import ViewChanged
 from common.launch_file import LaunchFile
-from common.limits import OWNER_GONE_EXIT_MS
 from common.messages.config import ConfigGet, ConfigSlice
 from common.messages.provision import (
     BootstrapCompleted,
@@ -125,7 +124,7 @@ class World:
     def order(self, msg: Any) -> None:
         self.host.deliver(self.address, msg)
 
-    def until(self, kind: type, limit_s: float = 10) -> Any:
+    def until(self, kind: type, limit_s: float = 60) -> Any:
         """Pump until such an answer is there, and take it."""
 
         def find() -> Any:
@@ -200,7 +199,7 @@ def test_a_worker_is_admitted_started_and_stopped(make_world: Callable[[str], Wo
     world.bus.pump()
     world.bus.until(lambda: not world.host.node.unsettled, 60)
     world.provisioner.terminate()
-    assert world.exit_status(5) == 0
+    assert world.exit_status(60) == 0
     assert list((world.state / "swactor-mq" / "ledger").iterdir()) == []
 
 
@@ -209,7 +208,7 @@ def test_a_worker_that_dies_is_reported(make_world: Callable[[str], World], stag
     world = make_world("polite")
     (pid,) = stage.alive_with(world.start().handle)
     os.kill(pid, signal.SIGKILL)
-    exited = world.until(NodeExited, 3)
+    exited = world.until(NodeExited)
     assert (exited.status, exited.reason) == (-9, "killed by signal 9 (SIGKILL)")
 
 
@@ -223,7 +222,7 @@ def test_when_the_owner_is_gone_the_worker_goes_and_the_provisioner_too(
     world.bus.kill(Role.ROUTER)
     os.close(world.owner)
     world.owner = os.open("/dev/null", os.O_RDONLY)
-    assert world.exit_status(OWNER_GONE_EXIT_MS / 1000) == 0
+    assert world.exit_status(60) == 0
     assert not stage.alive_with(handle)
     assert list((world.state / "swactor-mq" / "ledger").iterdir()) == []
 
@@ -236,9 +235,9 @@ def test_when_the_provisioner_is_killed_its_cleanup_stops_the_worker(
     handle = world.start().handle
     world.bus.until(lambda: len(stage.alive_with(handle)) == 3, 60)
     world.provisioner.kill()
-    assert world.exit_status(5) == -9
+    assert world.exit_status(60) == -9
     cleanup = [sys.executable, "-P", "-m", "services.provisioner", "--cleanup"]
-    done = subprocess.run(cleanup, env=world.environment, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(cleanup, env=world.environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "provisioner: 1 worker of an earlier run stopped\n")
     assert not stage.alive_with(handle)
     assert not (world.directory / "nodes" / "1" / "launch.json").exists()

@@ -60,6 +60,6 @@ def test_a_worker_that_writes_too_fast_waits_for_room() -> None:
     writer.join(0.05)
     assert writer.is_alive()
     loop.turn()
-    writer.join(5)
+    writer.join(60)
     loop.turn()
     assert loop.seen == [StdoutLine("first"), StdoutLine("second")]

