@@ -57,9 +57,9 @@ from tests.unit.provisioner.conftest import HABITS
 from tests.unit.provisioner.test_provisioner_process import Collector, Orchestrator, Resolver
 
 STEP_S = 60.0
-EXIT_S = 40.0
-AGAIN_S = 40.0
-SWARM_S = 30.0
+EXIT_S = 90.0
+AGAIN_S = 90.0
+SWARM_S = 90.0
 OTHER_FLEET = "f" * 16
 WORKER = "exec sh -c 'echo ready; while :; do sleep 1; done' worker"
 

@@ -29,7 +29,7 @@ WORKER_IMAGE = "swactor-mvp-node:latest"
 SERVICES_IMAGE = "swactor-mvp-services:latest"
 HABIT_IMAGE = "smq-test-habits:latest"
 SWARM_HABIT_IMAGE = "smq-test-swarm-habits:latest"
-START_LIMIT_S = 30
+START_LIMIT_S = 150  # a slow disk, and others that use it
 
 
 class EngineError(Exception):
@@ -98,21 +98,21 @@ class TestEngine:
 
     def client(self) -> Any:
         """A docker.APIClient of the test's own."""
-        return docker.APIClient(base_url=self.host, version="1.41", timeout=60)
+        return docker.APIClient(base_url=self.host, version="1.41", timeout=150)
 
     def end(self, how: int = signal.SIGTERM) -> None:
         """Stop dockerd, and the containerd that it started: that one outlives a SIGKILL of dockerd."""
         if self._process is None:
             return
         self._process.send_signal(how)
-        self._process.wait(60)
+        self._process.wait(150)
         self._process = None
         if how == signal.SIGTERM:
             return
         # Its containerd dies with it; while that is a zombie, the next dockerd takes its pid file for a living one.
         pid_file = self.run_dir / "exec" / "containerd" / "containerd.pid"
         with contextlib.suppress(OSError, ValueError):
-            pid, until = int(pid_file.read_text()), time.monotonic() + 10
+            pid, until = int(pid_file.read_text()), time.monotonic() + 60
             while start_time(pid) is not None and time.monotonic() < until:
                 time.sleep(0.05)
             pid_file.unlink()

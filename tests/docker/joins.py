@@ -206,7 +206,7 @@ class Campaign:
             self.services[role].terminate()
         for process in (*(place.process for place in self.places), *self.services.values()):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(30)
             process.kill()
             process.wait()
         for host in (self.resolver, self.host):

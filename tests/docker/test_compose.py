@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
+from common.door import free_ports
 from tests.docker.engine import ROOT, SERVICES_IMAGE, TestEngine
+from tests.e2e.stack import wait_for
 from tools.fetch_model import default_model_path
 from tools.prompt_client import PromptClient, PromptClientError
 
-UP_S = 180
+UP_S = 300
 PORTS = ("SMQ_PORT", "SMQ_HTTP_PORT", "SMQ_DASHBOARD_PORT", "SMQ_METRICS_PORT")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -33,7 +28,9 @@ def compose(engine: TestEngine, worker_image: str) -> Iterator[tuple[Callable[..
     if shutil.which("docker-compose") is None:
         pytest.skip("docker-compose is missing: apt-get install docker-compose")
     engine.build("compose/Dockerfile.services", SERVICES_IMAGE)
-    ports = [free_port() for _ in range(4)]
+    # Below those that the connections of other tests take from until they are bound.
+    first = free_ports("127.0.0.1")
+    ports = list(range(first, first + len(PORTS)))
     environment = engine.environment | {
         **dict(zip(PORTS, map(str, ports), strict=True)),
         "SMQ_MODELS": os.path.dirname(default_model_path().resolve()),
@@ -67,6 +64,19 @@ def ask(port: int, run: Callable[..., str], prompt: str) -> str:
             time.sleep(1)
 
 
+def get(url: str) -> httpx.Response:
+    """Once somebody answers there: the prompt RPC may be up before the pages are."""
+
+    def answer() -> httpx.Response | None:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(url, timeout=60)
+        return None
+
+    found = wait_for(url, answer, UP_S)
+    assert isinstance(found, httpx.Response)
+    return found
+
+
 def services(engine: TestEngine) -> dict[str, dict[str, Any]]:
     found = engine.client().containers(all=True, filters={"label": ["com.docker.compose.project=smqtest"]})
     return {item["Labels"]["com.docker.compose.service"]: item for item in found}
@@ -80,12 +90,13 @@ def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEng
     assert "Paris" in ask(port, run, "What is the capital of France? One word.")
     asked = {"role": "user", "content": "What is the capital of France? One word."}
     question = {"model": "default", "messages": [asked], "temperature": 0}  # OpenAI's default is 1
+    get(f"http://127.0.0.1:{http}/healthz")
     answer = httpx.post(f"http://127.0.0.1:{http}/v1/chat/completions", json=question | {"max_tokens": 12}, timeout=120)
     assert "Paris" in answer.json()["choices"][0]["message"]["content"], answer.text
-    assert "swactor" in httpx.get(f"http://127.0.0.1:{dashboard}/").text
-    assert "smq_" in httpx.get(f"http://127.0.0.1:{metrics}/metrics").text
+    assert "swactor" in get(f"http://127.0.0.1:{dashboard}/").text
+    assert "smq_" in get(f"http://127.0.0.1:{metrics}/metrics").text
     # A page of another site that names itself into this machine gets nothing.
-    assert httpx.get(f"http://127.0.0.1:{dashboard}/", headers={"Host": "evil.example"}).status_code == 421
+    assert httpx.get(f"http://127.0.0.1:{dashboard}/", headers={"Host": "evil.example"}, timeout=60).status_code == 421
     up = services(engine)
     assert up.pop("keys")["State"] == "exited"
     assert {item["State"] for item in up.values()} == {"running"}, run("ps")
@@ -99,7 +110,7 @@ def test_the_whole_stack_comes_up_answers_and_goes(compose: Any, engine: TestEng
     ended = engine.client().inspect_container(up["orchestrator"]["Id"])["State"]
     assert ended["ExitCode"] == 0, run("logs", "--no-color", "orchestrator")
     # The worker is told by the run's end, not by the engine.
-    until = time.monotonic() + 20
+    until = time.monotonic() + 90
     while services(engine)["worker"]["State"] == "running" and time.monotonic() < until:
         time.sleep(0.2)
     assert services(engine)["worker"]["State"] == "exited"

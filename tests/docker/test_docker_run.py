@@ -45,7 +45,7 @@ rpc_addr = "127.0.0.1:0"
 datastream_frame_log = "{archive}"
 {more}
 """
-READY_S = 120
+READY_S = 300
 
 
 class Run:
@@ -110,7 +110,7 @@ class Run:
         assert self.process.stdin is not None
         self.process.stdin.write(b"stop\n")
         self.process.stdin.flush()
-        return self.process.wait(60)
+        return self.process.wait(150)
 
     def pids(self) -> list[int]:
         """Of its services."""
@@ -171,7 +171,7 @@ def test_a_killed_container_ends_the_run_with_one_line(start: Any, engine: TestE
     run.ready()
     (container,) = engine.containers()
     engine.client().kill(container["Id"])
-    assert run.process.wait(30) == 1
+    assert run.process.wait(150) == 1
     lines = run.error().splitlines()
     assert len(lines) == 1 and lines[0].startswith("mvp-orchestrator: "), lines
     assert "killed by signal 9" in lines[0]
@@ -213,10 +213,10 @@ def test_a_pipeline_of_two_containers_over_the_relay_says_what_one_worker_says(s
 
 
 def answer(addr: str, midway: Callable[[], None] | None = None) -> tuple[Any, ...]:
-    """What a long answer is in the end; midway: done while it is on its way."""
+    """What a long answer is in the end; midway: done while it is on its way, or soon after on a busy machine."""
     asker = Asker(addr, LONG, max_tokens=TOKENS)
     if midway is not None:
-        wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= 12, 120)
+        wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= 4, 120)
         midway()
     done = ended(asker)
     assert done["type"] == "done" and done["tokens_generated"] == TOKENS, done
@@ -236,9 +236,16 @@ def test_a_container_killed_in_the_middle_of_an_answer_is_replaced_and_the_answe
         before = {found["Id"] for found in engine.containers()}
         (wanted,) = [found for found in engine.containers() if found["Labels"][f"{LABEL}.node"] == node]
         assert answer(addr, lambda wanted=wanted: engine.client().kill(wanted["Id"])) == undisturbed  # type: ignore[misc]
-        after = engine.containers()
-        assert len(after) == 2 and len(before - {found["Id"] for found in after}) == 1, "one was replaced, none is left"
-        assert {found["State"] for found in after} == {"running"}
+
+        def is_replaced(before: set[str] = before) -> bool:
+            after = engine.containers()
+            assert len(after) <= 3, after
+            is_one_new = len(after) == 2 and len(before - {found["Id"] for found in after}) == 1
+            return is_one_new and {found["State"] for found in after} == {"running"}
+
+        # An answer that was whole before the kill does not wait for the replacement; the next prompt does.
+        assert answer(addr) == undisturbed
+        wait_for("one replaced and none left", is_replaced, 150)
     said = [record["detail"] for record in run.records() if record["phase"] == "worker_restart"]
     causes = [detail["cause"] for detail in said if "cause" in detail]
     assert any("killed by signal 9" in cause and "node 3" in cause for cause in causes), said
@@ -256,7 +263,7 @@ def test_a_worker_whose_lease_is_lost_stops_itself(start: Any, engine: TestEngin
     run.kill_everything()
     began = time.monotonic()
     while engine.client().inspect_container(container["Id"])["State"]["Running"]:
-        assert time.monotonic() - began < LEASE_TTL_MS / 1000 + 30, "it runs on without an orchestrator"
+        assert time.monotonic() - began < LEASE_TTL_MS / 1000 + 90, "it runs on without an orchestrator"
         time.sleep(0.5)
     state = engine.client().inspect_container(container["Id"])["State"]
     said = engine.client().logs(container["Id"]).decode()

@@ -20,7 +20,7 @@ def test_onstart_finds_gpu_node_in_the_image(engine: TestEngine, worker_image: s
     container = api.create_container(IMAGE, ["bash", "-c", ONSTART], environment=environ)["Id"]
     try:
         api.start(container)
-        said, until = b"", time.monotonic() + 30
+        said, until = b"", time.monotonic() + 150
         while b"\n" not in said and time.monotonic() < until:
             time.sleep(0.2)
             said = api.logs(container)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.docker.engine import ROOT, SERVICES_IMAGE, TestEngine
 from tests.docker.swarm_engines import NODES, TestSwarm
+from tests.e2e.stack import wait_for
 from tools.fetch_model import default_model_path
 
 UP_S = 240
@@ -40,11 +41,11 @@ def deployed(swarm: TestSwarm, engine: TestEngine, worker_image: str) -> Iterato
     # Both engines of the test are on one machine and so have one host name: node 2 takes nothing.
     swarm.set_availability(NODES[1][1], "drain")
     try:
-        done = subprocess.run(deploy, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(deploy, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         yield swarm
     finally:
-        subprocess.run(remove, env=environment, capture_output=True, timeout=120, check=False)
+        subprocess.run(remove, env=environment, capture_output=True, timeout=300, check=False)
         swarm.clear()
         swarm.wait_gone()
         swarm.set_availability(NODES[1][1], "active")
@@ -71,8 +72,9 @@ def test_the_stack_answers_on_its_nodes_loopback(deployed: TestSwarm) -> None:
         time.sleep(2)
     assert "Paris" in done.stdout
     get = "import sys, urllib.request as r; sys.stdout.write(r.urlopen(sys.argv[1], timeout=20).read().decode())"
-    assert "swactor" in on_node(sys.executable, "-c", get, "http://127.0.0.1:8090/").stdout
-    assert "default" in on_node(sys.executable, "-c", get, "http://127.0.0.1:8080/v1/models").stdout
+    for url, word in (("http://127.0.0.1:8090/", "swactor"), ("http://127.0.0.1:8080/v1/models", "default")):
+        # The prompt RPC may be up before the pages are.
+        wait_for(url, lambda url=url, word=word: word in on_node(sys.executable, "-c", get, url).stdout, UP_S)
     listening = on_node("ss", "-Hltn").stdout
     beyond = {line.split()[3] for line in listening.splitlines() if not line.split()[3].startswith("127.")}
     ours = {address for address in beyond if address.rpartition(":")[2] in ("19777", "8080", "8090")}

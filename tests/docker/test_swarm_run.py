@@ -16,7 +16,7 @@ import pytest
 from common.door import free_ports
 from tests.docker.swarm_engines import GATEWAY, TestSwarm
 from tests.docker.test_docker_run import Run, answer
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, assert_right
+from tests.e2e.stack import COLOURS, COLOURS_TOKENS, Asker, Stack, assert_right, wait_for
 from tools.prompt_client import PromptClient, PromptClientError
 
 TWO_STAGES = ("--pipeline-stages", "2")
@@ -66,9 +66,9 @@ def test_a_node_that_dies_ends_the_request_with_a_fault_and_the_run_with_one_lin
     began = time.monotonic()
     swarm.kill_second()
     try:
-        (end,) = [line for line in asker.terminals(60) if line["type"] in ("done", "fault")]
+        (end,) = [line for line in asker.terminals(150) if line["type"] in ("done", "fault")]
         assert end["type"] == "fault", end
-        assert run.process.wait(90) == 1
+        assert run.process.wait(200) == 1
         print(f"the run ended {time.monotonic() - began:.1f} s after the node")
         for record in run.records()[-25:]:
             print(record.get("unix_ms"), record["phase"], record["status"], str(record["detail"])[:150])
@@ -103,7 +103,7 @@ def test_a_run_goes_on_elsewhere_and_the_node_that_comes_back_is_no_part_of_it(s
         first = client.complete(COLOURS, max_tokens=COLOURS_TOKENS).final_text
     swarm.cut(off=True)
     try:
-        until = time.monotonic() + 180
+        until = time.monotonic() + 300
         while sorted(swarm.workers()).count("node1 running") < 2:
             assert run.process.poll() is None, run.error()
             assert time.monotonic() < until, swarm.workers()
@@ -114,7 +114,7 @@ def test_a_run_goes_on_elsewhere_and_the_node_that_comes_back_is_no_part_of_it(s
         swarm.cut(off=False)
     swarm.wait_nodes("ready", "ready")
     assert _answers(addr) == first, "it came back and changed nothing"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while [item for item in swarm.workers() if item.startswith("node2")]:
         assert time.monotonic() < until, "the swarm did not end the stale one"
         time.sleep(0.5)
@@ -132,8 +132,10 @@ def test_a_task_killed_in_the_middle_of_an_answer_is_replaced_and_the_answer_goe
     undisturbed = answer(addr)
     (wanted,) = swarm.second.containers()
     assert answer(addr, lambda: swarm.second.client().kill(wanted["Id"])) == undisturbed
-    assert [item.split()[1] for item in swarm.workers()].count("running") == 2
-    assert len(swarm.left()[0]) == len(swarm.left()[1]) == 2, "the dead one's service and secret are left"
+    # An answer that was whole before the kill does not wait for the replacement; the next prompt does.
+    assert answer(addr) == undisturbed
+    wait_for("two that run", lambda: [item.split()[1] for item in swarm.workers()].count("running") == 2, 150)
+    wait_for("the end of the dead one's service and secret", lambda: list(map(len, swarm.left())) == [2, 2], 150)
     assert run.stop() == 0, run.error()
     assert swarm.left() == ([], [])
     swarm.wait_gone()
@@ -142,7 +144,7 @@ def test_a_task_killed_in_the_middle_of_an_answer_is_replaced_and_the_answer_goe
 
 def _answers(addr: str) -> str:
     """An answer, as soon as the run gives one again."""
-    until = time.monotonic() + 180
+    until = time.monotonic() + 300
     while True:
         try:
             with contextlib.closing(PromptClient.connect(addr, wait_s=5, read_timeout_s=120)) as client:
