@@ -6,12 +6,12 @@ is reachable. Either way the broker's end is the SWIM seed, and both hold the sa
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from common import door
 from common.actors import Inbox
 from common.addresses import Plane, Role
 from common.broker_host import BrokerHost
@@ -29,7 +29,6 @@ from services.router.core import RouterActor
 from worker.gpu_node.limits import LEAVE_MS
 
 LOOPBACK = "127.0.0.1"
-PORTS_TRIES_MAX = 100
 
 
 class EndError(Exception):
@@ -41,24 +40,12 @@ def plane_endpoints(host: str, base: int) -> dict[Plane, str]:
     return {plane: f"tcp://{host}:{base + int(plane)}" for plane in Plane}
 
 
-def free_ports(host: str = LOOPBACK) -> int:
+def free_ports() -> int:
     """A base whose four ports are free now. Raises EndError."""
-    for _ in range(PORTS_TRIES_MAX):
-        probes: list[socket.socket] = []
-        try:
-            base = 0
-            for plane in Plane:
-                probe = socket.socket()
-                probes.append(probe)
-                probe.bind((host, base + int(plane) if base else 0))
-                base = base or int(probe.getsockname()[1])
-            return base
-        except (OSError, OverflowError):
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-    raise EndError(f"no four free ports in a row on {host}")
+    try:
+        return door.free_ports(LOOPBACK)
+    except door.DoorError:
+        raise EndError(f"no four free ports in a row on {LOOPBACK}") from None
 
 
 class End:
