@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -54,13 +53,10 @@ def save(tmp_path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.engine
-def test_the_real_model_opens_fast_and_says_what_it_is() -> None:
+def test_the_real_model_opens_and_says_what_it_is() -> None:
     if not MODEL.is_file():
         pytest.fail(f"the model {MODEL.name} is missing; run ./dev fetch-model", pytrace=False)
-    started = time.perf_counter()
     file = GgufFile.open(MODEL)
-    took = time.perf_counter() - started
-    assert took < 0.3
     header = file.check_supported()
     assert (header.architecture, header.block_count, header.embedding_length) == ("llama", 30, 576)
     assert (header.head_count, header.head_count_kv, header.head_dim) == (9, 3, 64)

