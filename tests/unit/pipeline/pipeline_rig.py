@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
-from common.edge_records import Record, RecordDecoder, decode_tokens, encode_tokens
+from common.edge_records import Record, RecordDecoder, decode_tokens, encode_record, encode_tokens
 from common.effects import Effect
 from common.limits import TEXT_DELTA_COALESCE_MS
 from common.messages.edge import BeginSequence, SequenceBegun
@@ -59,6 +60,7 @@ class PipelineRig(Rig):
         self.out_sequence = 0
         self.received: list[Any] = []
         self.generated = 0
+        self.times_foretold = 0
         self.todo: dict[str, deque[Any]] = {name: deque() for name in ("encode", "begin", "token", "decode", "cancel")}
         self.sent_to_stages: list[tuple[bytes, Any]] = []
         super().__init__()
@@ -149,8 +151,19 @@ class PipelineRig(Rig):
         self.token_out(Record(record.object_id, self.out_sequence, encode_tokens([token]), end=eos))
 
     def token_out(self, record: Record) -> None:
+        """Where it is the token that the gateway has foretold, the answer must be what it foretold."""
         self.out_sequence += 1
+        told = self.gateway.foretell()
+        expected = None
+        if told is not None and replace(record, payload=bytes(len(record.payload))) == told.received:
+            self.times_foretold += 1
+            expected = WriteTokenIn(told.token_in, encode_record(replace(told.fed_back, payload=record.payload)))
         self.h.tell(TokenRecord(TOKEN_OUT, record))
+        effects = self.h.effects()
+        written = [effect for effect in effects if isinstance(effect, WriteTokenIn)]
+        assert expected is None or written == [expected], "foretold, not done"
+        for effect in effects:
+            self.perform(effect)
 
     def fed_back(self) -> list[int]:
         return [token for record in self.injected if not record.begin for token in decode_tokens(record.payload)]

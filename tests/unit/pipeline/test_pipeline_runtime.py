@@ -50,6 +50,39 @@ def test_a_prompt_goes_through_encode_begin_tokens_and_decode() -> None:
     assert rig.injected[6].begin and rig.injected[6].sequence == 6
 
 
+@pytest.mark.parametrize(("max_tokens", "foretold"), [(0, 5), (5, 4), (3, 2), (1, 0)])
+def test_each_token_that_is_fed_back_was_foretold(max_tokens: int, foretold: int) -> None:
+    """The rig compares: what `foretell` says is what is done. The last token of an answer is fed back to nobody."""
+    rig = PipelineRig().open()
+    conn = rig.connect()
+    assert rig.gateway.foretell() is None
+    rig.ask(conn, 7, "hello", max_tokens=max_tokens)
+    assert rig.lines(conn)[-1]["type"] == "done"
+    assert rig.times_foretold == foretold and rig.gateway.foretell() is None
+
+
+def test_nothing_is_foretold_that_may_not_happen() -> None:
+    """The context's end, a cancelled prompt, a run that waits for a worker."""
+    rig = PipelineRig("encode begin decode cancel").open()
+    conn = rig.connect()
+    rig.ask(conn, 7, "x" * 38)  # the context holds 40
+    rig.step("token")
+    assert rig.gateway.foretell() is None, "there is no room for a second one"
+    rig.step("token")
+    rig.ask(conn, 8, "hello")
+    rig.step("token")
+    assert rig.gateway.foretell() is not None
+    rig.hold()
+    assert rig.gateway.foretell() is None
+    rig = PipelineRig("encode begin decode").open()
+    conn = rig.connect()
+    rig.ask(conn, 9, "hello")
+    rig.step("token")
+    assert rig.gateway.foretell() is not None
+    rig.close(conn)
+    assert rig.gateway.foretell() is None
+
+
 def test_the_token_endpoints_are_opened_and_closed() -> None:
     rig = PipelineRig().open()
     kinds = [type(msg) for msg in rig.to_orchestrator]
