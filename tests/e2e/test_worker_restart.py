@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.e2e.stack import LONG, Asker, Stack, wait_for
 
 RESTART = 'on_worker_loss = "restart"'
 TOKENS = 90
+FROZEN_S = 18  # longer than a broker and a session wait, shorter than any silence limit
 SAMPLED = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2}
 
 
@@ -86,6 +88,23 @@ def test_the_run_still_stops_as_ever(two: Stack) -> None:
     assert two.ask("Hi", max_tokens=2).tokens_generated == 2
     two.say("stop\n")
     two.assert_stopped("stdin")
+
+
+@pytest.mark.spec("S1 10.12")
+def test_a_worker_is_replaced_although_the_gateway_or_the_bus_was_frozen_meanwhile() -> None:
+    """What the gateway has to be told cannot be delivered then; it is said again."""
+    with Stack(args=("--pipeline-stages", "2"), runtime=RESTART) as stack:
+        undisturbed = ended(begun(stack, 1))
+        for frozen in ("prompt_gateway", "router"):
+            pid, stage = stack.pid(frozen), stage_pid(stack, "agent", 1)
+            asker = begun(stack, 4)
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(stage, signal.SIGKILL)
+            time.sleep(FROZEN_S)
+            os.kill(pid, signal.SIGCONT)
+            assert facts(ended(asker)) == facts(undisturbed), frozen
+        stack.say("stop\n")
+        stack.assert_stopped("stdin")
 
 
 def test_when_the_restarts_are_spent_the_run_fails_as_without_them() -> None:
