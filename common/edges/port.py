@@ -279,6 +279,7 @@ class EdgePort:
         for edge_id in self._out:
             self._sockets.hang_up(edge_id)
         self._out.clear()
+        self._written_ns.clear()
         self.traffic.clear()
         self._desk.consumers.clear()
 

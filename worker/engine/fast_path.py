@@ -110,7 +110,6 @@ class FastPath:
     def __init__(self, kernels: Kernels, step: Sequence[int], vocabulary: int, has_head: bool) -> None:
         self._kernels = kernels
         self._in = np.zeros(4 * EDGE_CHUNK_BYTES, np.uint8)
-        self._frames: list[npt.NDArray[np.uint8]] = []
         self._block = block = _FastPath()
         block.into, block.in_room = self._in.ctypes.data, len(self._in)
         block.sums = _sum_tables().ctypes.data

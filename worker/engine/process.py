@@ -101,9 +101,9 @@ class EngineProcess:
         """Serve until the port thread ends the process. Does not return."""
         self._port.start()
         while True:
-            message = self._mailbox.get()
-            handler = self._handlers.get(type(message))
             try:
+                message = self._mailbox.get()  # the main thread turns the edges meanwhile, and may take a step there
+                handler = self._handlers.get(type(message))
                 if handler is None:
                     raise EngineError(f"the engine does not serve {type(message).__name__}")
                 handler(message)
@@ -160,6 +160,7 @@ class EngineProcess:
         if role is None:
             raise EngineError("weights were asked for before the role was configured")
         self._drop_engine()
+        self._port.stage.leave_to_port()
         started = time.monotonic()
         self._page.enter(Phase.LOADING)
         report = CoalescedProgress(

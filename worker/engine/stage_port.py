@@ -81,6 +81,8 @@ class StagePort:
         """The main thread waits there, with the lock."""
         self._wanted = 0
         """How many others want the lock."""
+        self._is_put_off = False
+        """The main thread sleeps elsewhere, since the lock was wanted."""
         self.forecast: Callable[[], tuple[FastPath, Forecast] | None] = lambda: None
         """What the main thread's next step will be, if that can be told."""
         self.fast_record: Callable[[EdgeObject], None] = lambda _object: None
@@ -144,7 +146,10 @@ class StagePort:
         """The main thread is going to sleep: on the fast path, if the next step is foretold. wake: a descriptor that
         ends it. False: it is not."""
         with self._lock:
-            edges, told = self._edges, self.forecast() if self._main_reads and not self._wanted else None
+            if self._wanted:
+                self._is_put_off = True
+                return False
+            edges, told = self._edges, self.forecast() if self._main_reads else None
             if edges is None or told is None:
                 return False
             path, forecast = told
@@ -155,7 +160,7 @@ class StagePort:
                 return False
             self._fast = path
             if self._wanted:  # whoever came before that line has not seen that somebody sleeps here
-                self._fast = None
+                self._fast, self._is_put_off = None, True
                 return False
             outcome = path.wait(forecast, way_in, ways, wake, edges.fd)
             self._fast = None
@@ -180,6 +185,9 @@ class StagePort:
         with self._lock:
             self._wanted -= 1
             yield
+            if self._is_put_off:
+                self._is_put_off = False
+                self._mailbox.nudge()
 
     # --- port thread ------------------------------------------------------------------------------------------
     @property
@@ -213,6 +221,7 @@ class StagePort:
                 self.alive()
             with self._exclusive():
                 counts = self._edges.traffic.take()
+                self._edges.pump(at)  # the main thread may be busy with something else than steps
             for count in counts:
                 self._tell(
                     EdgeMoved(
