@@ -154,6 +154,7 @@ class GatewayActor(ServiceActor):
         self._close_askers: list[bytes] = []
         self._suspension: str | None = None
         self._settled = 0
+        self._replayed = 0
         self._shutdown_asked = False
         self._exiting = False
 
@@ -348,11 +349,10 @@ class GatewayActor(ServiceActor):
         """A worker was replaced; asked again, it is answered again."""
         if self.loop is None or self.state is not RpcState.OPEN:
             return
-        replayed = 0
         if self.loop.held:
             self._run = run
-            replayed = self.loop.restore(run, ctx)
-        ctx.reply(ServingRestored(replayed=replayed))
+            self._replayed = self.loop.restore(run, ctx)
+        ctx.reply(ServingRestored(replayed=self._replayed))
 
     def _close(self, reason: str, ctx: Ctx) -> None:
         """Faults first, then the connections; idempotent. Ends in _closed."""

@@ -68,7 +68,9 @@ def test_told_twice_is_done_once() -> None:
         rig.ask(conn, 7, "hello", max_tokens=5)
         rig.step("token")
         rig.hold()
+        rig.reports()
         rig.restore(RESTARTING)
+        assert {said.replayed for said in rig.reports() if isinstance(said, ServingRestored)} == {1}
         rig.auto = {"encode", "begin", "token", "decode", "cancel"}
         rig.settle()
         *deltas, done = rig.lines(conn)
