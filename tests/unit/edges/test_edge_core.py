@@ -91,14 +91,24 @@ class Wire:
         while self.there or self.back:
             if self.there:
                 conn, message = self.there.popleft()
-                self.do(self.desk.on_message(message, conn)[1], back=True)
+                told = self.consumer.foretell(len(message.data)) if isinstance(message, EdgeData) else None
+                effects = self.desk.on_message(message, conn)[1]
+                if isinstance(message, EdgeData) and told == message.offset and conn == self.consumer.conn:
+                    arrived = [encode_record(e.record) for e in effects if isinstance(e, Arrived)]
+                    whole = RecordDecoder(CAPACITY, 4, sequenced=False).feed(message.data)
+                    assert arrived == [encode_record(one) for one in whole], "what was foretold came otherwise"
+                self.do(effects, back=True)
             if self.back:
                 conn, message = self.back.popleft()
                 if conn == self.conn:
                     self.do(self.producer.on_message(message, self.now))
 
     def write(self, data: bytes) -> None:
-        self.do(self.producer.write(data, self.now))
+        told = self.producer.foretell(len(data))
+        effects = self.producer.write(data, self.now)
+        if told is not None:
+            assert effects == [Send(EdgeData(edge_id=EDGE, offset=told, data=data))], "it left otherwise than foretold"
+        self.do(effects)
 
     def consume(self) -> None:
         if self.records:
@@ -172,6 +182,34 @@ def test_the_window_is_never_exceeded_and_credit_moves_it() -> None:
     wire.consume()
     wire.step()
     assert [r.sequence for r in wire.records] == [0, 1, 2, 3]
+
+
+def test_what_is_foretold_leaves_and_comes_as_one_piece() -> None:
+    wire = Wire(capacity=100_000)
+    assert wire.producer.foretell(100) is None and wire.consumer.foretell(100) is None, "not open yet"
+    wire.step()
+    size = len(record(0, 40_000))
+    assert wire.producer.foretell(size) == wire.consumer.foretell(size) == 0
+    assert wire.producer.foretell(65_537) is None and wire.consumer.foretell(65_537) is None, "two pieces"
+    wire.write(record(0, 40_000))
+    assert wire.producer.foretell(size) == size, "nothing has to be credited for that"
+    wire.step()
+    assert wire.consumer.foretell(size) == size
+    wire.write(record(1, 40_000))
+    wire.step()
+    assert wire.producer.foretell(size) is None and wire.consumer.foretell(size) is None, "the window is full"
+    assert wire.producer.foretell(19_920) == 2 * size
+    wire.write(record(2, 40_000))
+    wire.step()
+    assert wire.producer.foretell(40) is None and wire.consumer.foretell(40) is None, "in the middle of one"
+    wire.consume()
+    wire.step()
+    assert wire.producer.foretell(40) == wire.consumer.foretell(40) == 3 * size
+    wire.cut()
+    assert wire.producer.foretell(40) is None, "the connection is down"
+    wire.reconnect()
+    wire.step()
+    assert wire.producer.foretell(40) == 3 * size
 
 
 def test_candidates_are_tried_in_order_and_then_given_up() -> None:

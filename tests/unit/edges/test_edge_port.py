@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from common.bus_edges import EdgeSocketError
 from common.codec import Message, encode_body
 from common.edge_records import Record, encode_record
 from common.edges.port import EdgePort
+from common.local_edges import frame_bytes
 from common.messages.edge import EdgeData, EdgeHello
 from common.messages.node_agent import ObjectSpec, RingSpec, StageInboundEdgeWire, StageOutboundEdgeWire
 from common.messages.orchestrator import EndpointWire
@@ -206,6 +208,50 @@ def test_edges_over_the_bus_when_no_candidate_answers(tmp_path: Path) -> None:
     for sequence in range(4):
         left.port.write(2, payload(sequence), now_ms())
     turn(left, right, until=lambda: len(right.records) == 4 and left.port.held(2) == 0)
+    left.port.term()
+    right.port.term()
+
+
+def test_a_record_that_is_foretold_goes_the_ways_that_are_told(tmp_path: Path) -> None:
+    """Who knows only its header writes and reads the sockets itself; both ports go on as if they had done it."""
+    left, right = End(), End()
+    address = f"ipc://{tmp_path}/e"
+    right.port.bind([address])
+    right.port.accept(inbound())
+    left.port.open(outbound(right, [address]), now_ms())
+    blank = [Record(number, number, bytes(64), end=True) for number in range(2)]
+    assert left.port.way_out(2, blank[0]) is None and right.port.way_in(2, blank[0]) is None, "not open yet"
+    turn(left, right, until=lambda: bool(left.ready and right.ready))
+    for number in range(2):
+        way_out, way_in = left.port.way_out(2, blank[number]), right.port.way_in(2, blank[number])
+        assert way_out is not None and way_in is not None and way_out.frame == way_in.frame
+        sent = Record(number, number, bytes(range(64)), end=True)
+        frame = frame_bytes(way_out.frame[8:-64] + sent.payload)
+        wrote_ns = time.monotonic_ns()
+        left.port.was_written(way_out, frame, os.write(way_out.descriptor, frame), wrote_ns)
+        time.sleep(0.02)
+        came_ns = time.monotonic_ns()
+        right.port.was_read(way_in, os.read(way_in.descriptor, 10_000), came_ns, now_ms())
+        assert right.records[-1].payload == sent.payload and right.records[-1].object_id == number
+        left.port.write(2, encode_record(sent), now_ms())
+        turn(left, right, until=lambda: left.port.held(2) == 0)
+    (latency,), (held,) = left.port.traffic.take(), right.port.traffic.take()
+    assert latency.records == held.records == 2
+    assert (latency.latency_ms or 0) >= (held.held_ms or 0) + 20, "from when it left, and from when it came"
+    right.port.reset()
+    assert left.port.way_out(3, blank[0]) is None and right.port.way_in(2, blank[0]) is None
+    left.port.term()
+    right.port.term()
+
+
+def test_no_way_is_told_over_another_transport() -> None:
+    left, right = End(), End()
+    candidates = right.port.bind(["tcp://127.0.0.1:*"])
+    right.port.accept(inbound())
+    left.port.open(outbound(right, candidates), now_ms())
+    turn(left, right, until=lambda: bool(left.ready and right.ready))
+    blank = Record(0, 0, bytes(64))
+    assert left.port.way_out(2, blank) is None and right.port.way_in(2, blank) is None
     left.port.term()
     right.port.term()
 

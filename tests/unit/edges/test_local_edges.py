@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from common.limits import EDGE_CHUNK_BYTES
-from common.local_edges import LocalEdges
+from common.local_edges import LocalEdges, frame_bytes
 
 FRAME = struct.Struct("<II")
 
@@ -132,6 +133,86 @@ def test_a_damaged_frame_ends_the_connection_after_the_good_ones(
         assert [frame for _, frame in right.inbound] == [b"good"]
         assert raw.recv(10) == b""
         assert not right.edges.reply(right.inbound[0][0], b"late")
+
+
+# --- a fast path: somebody else reads and writes the descriptors --------------------------------------------------
+def test_a_frame_that_was_written_elsewhere_is_not_sent_again(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(7, f"ipc://{tmp_path}/e")
+    descriptor = left.edges.writing(7)
+    assert descriptor is not None and left.edges.writing(8) is None
+    left.edges.was_written(7, frame_bytes(b"one"), os.write(descriptor, frame_bytes(b"one")))
+    assert left.edges.send(7, b"one") and left.edges.send(7, b"two")
+    right.drain()
+    right.drain()
+    assert [frame for _, frame in right.inbound] == [b"one", b"two"]
+
+
+def test_another_frame_than_the_one_that_left_is_a_fault(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(7, f"ipc://{tmp_path}/e")
+    left.edges.was_written(7, frame_bytes(b"one"), len(frame_bytes(b"one")))
+    with pytest.raises(RuntimeError, match="sent another frame of 11 bytes"):
+        left.edges.send(7, b"two")
+
+
+@pytest.mark.parametrize("took", [3, -errno.EAGAIN])
+def test_what_was_not_taken_elsewhere_follows(tmp_path: Path, ends: tuple[Side, Side], took: int) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(7, f"ipc://{tmp_path}/e")
+    descriptor, data = left.edges.writing(7), frame_bytes(b"one")
+    assert descriptor is not None
+    if took > 0:
+        os.write(descriptor, data[:took])
+    left.edges.was_written(7, data, took)
+    assert left.edges.send(7, b"one") and left.edges.writing(7) is None and left.edges.send(7, b"two")
+    left.drain()
+    assert left.edges.writing(7) == descriptor
+    right.drain()
+    right.drain()
+    assert [frame for _, frame in right.inbound] == [b"one", b"two"]
+
+
+def test_a_connection_that_broke_elsewhere_is_a_lost_link(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+    left, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    left.edges.dial(7, f"ipc://{tmp_path}/e")
+    right.drain()
+    right.edges.close()
+    left.edges.was_written(7, frame_bytes(b"one"), -errno.EPIPE)
+    assert not left.edges.send(7, b"one")
+    left.drain()
+    assert left.links == [(7, True), (7, False)] and left.edges.writing(7) is None
+
+
+@pytest.mark.parametrize(
+    "data", [framed(b"one"), framed(b"one") + framed(b"two")[:5], framed(b"one")[:5], b"\xff" * 20]
+)
+def test_what_was_read_elsewhere_is_as_if_it_was_read_here(
+    tmp_path: Path, ends: tuple[Side, Side], data: bytes
+) -> None:
+    _, right = ends
+    right.edges.bind(f"ipc://{tmp_path}/e")
+    with dialled(right, tmp_path / "e") as raw:
+        raw.sendall(framed(b"hello"))
+        right.drain()
+        conn = right.inbound[0][0]
+        descriptor = right.edges.reading(conn)
+        assert descriptor is not None and right.edges.reading(b"unix:99") is None
+        raw.sendall(data)
+        assert os.read(descriptor, 1000) == data
+        right.edges.was_read(conn, data, lambda conn, frame: right.inbound.append((conn, frame)))
+        is_whole, is_damaged = data == framed(b"one"), data[0] == 255
+        assert right.edges.reading(conn) == (descriptor if is_whole else None), "not in the middle of a frame"
+        if not is_damaged:
+            raw.sendall((framed(b"one") + framed(b"two"))[len(data) :])
+            right.drain()
+        wanted = [b"hello"] if is_damaged else [b"hello", b"one", b"two"]
+        assert [frame for _, frame in right.inbound] == wanted
+        assert not is_damaged or raw.recv(1) == b"", "damage ends the connection"
 
 
 def test_each_send_dials_until_somebody_listens_and_a_lost_link_is_told(
