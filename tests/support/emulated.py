@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.cpu_native import _ARGS, _MATMUL, _QUANTISE, _REPACK, _ROWS, Control, Kernels
-from worker.engine.cpu_objects import compile_object, zig
+from worker.engine.cpu_native import _ARGS, _MATMUL, _QUANTISE, _REPACK, _ROWS, CONTROL_BYTES, Control, Kernels
+from worker.engine.cpu_objects import SOURCES, compile_object, zig
 from worker.engine.cpu_plan import KINDS, tiled_bytes
+from worker.engine.fast_path import _Departure, _FastPath
 
 _DRIVER = Path(__file__).with_name("emulated_call.c")
 _LINK_LIMIT_S = 120
@@ -58,12 +59,12 @@ def emulator(arch: str) -> str:
     return found
 
 
-def build(processor: Processor, folder: Path) -> Path:
+def build(processor: Processor, folder: Path, source: Path = SOURCES / "step.c") -> Path:
     """A static program of the kernels for `processor`."""
     compiler = zig()
     assert compiler is not None, "the package ziglang belongs to the environment"
-    kernels, program = folder / f"{processor}.o", folder / str(processor)
-    compile_object(processor.kernels, kernels, of=processor.arch)
+    kernels, program = folder / f"{processor}-{source.stem}.o", folder / f"{processor}-{source.stem}"
+    compile_object(processor.kernels, kernels, of=processor.arch, source=source)
     env = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
     mcpu = ["-mcpu=x86_64"] if processor.arch == "x86_64" else ["-mcpu=generic"]
     command = [compiler, "cc", "-target", f"{processor.arch}-linux-musl", *mcpu, *_FLAGS]
@@ -80,22 +81,55 @@ class EmulatedKernels(Kernels):
     def __init__(self, processor: Processor, program: Path) -> None:
         self.instruction_set, self.origin = processor.kernels, "emulated"
         self._command = [emulator(processor.arch), "-cpu", processor.model, str(program)]
+        self.step_bytes: Sequence[int] = ()
+        """Sizes of the buffers of the step that a fast path takes."""
 
     def remote(
-        self, buffers: Sequence[bytes], pointers: Sequence[tuple[int, int, int]], arguments: Sequence[int]
+        self,
+        buffers: Sequence[bytes],
+        pointers: Sequence[tuple[int, int, int]],
+        arguments: Sequence[int],
+        descriptors: Sequence[int] = (),
     ) -> list[bytes]:
-        """The buffers after a call with these arguments (numbers of buffers, -1 for null)."""
+        """The buffers after a call with these arguments (numbers of buffers, -1 for null). descriptors: it has them,
+        too."""
         request = struct.pack("<q", len(buffers))
         request += b"".join(struct.pack("<q", len(buffer)) + buffer for buffer in buffers)
         request += struct.pack("<q", len(pointers)) + b"".join(struct.pack("<3q", *pointer) for pointer in pointers)
         request += struct.pack("<8q", *arguments, *[-1] * (8 - len(arguments)))
-        done = subprocess.run(self._command, input=request, capture_output=True, timeout=120)
+        done = subprocess.run(self._command, input=request, capture_output=True, timeout=120, pass_fds=descriptors)
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr.decode()[-300:]}"
         out, at = [], 0
         for buffer in buffers:
             out.append(done.stdout[at : at + len(buffer)])
             at += len(buffer)
         return out
+
+    def call(self, control: Control) -> None:
+        """A fast path."""
+        block = _FastPath.from_address(int(control.args[0]))
+        raw, departures = bytes(block), block.departure[: block.departures]
+        starts = {name: getattr(_FastPath, name).offset for name in ("into", "expected", "sums", "end_ids", "step")}
+        first = _FastPath.departure.offset
+        fields = [
+            (starts["into"], block.in_room),
+            (starts["expected"], block.expected_bytes),
+            (starts["sums"], 4 * 8 * 256),
+            (starts["end_ids"], 8 * block.end_count),
+            *((starts["step"] + 8 * number, size) for number, size in enumerate(self.step_bytes)),
+            *((first + number * ctypes.sizeof(_Departure), slot.bytes) for number, slot in enumerate(departures)),
+        ]
+        places = [int.from_bytes(raw[offset : offset + 8], "little") for offset, _ in fields]
+        memory = [ctypes.string_at(place, size) for place, (_, size) in zip(places, fields, strict=True)]
+        pointers = [(0, _ARGS, 1), *((1, offset, 2 + number) for number, (offset, _) in enumerate(fields))]
+        descriptors = {block.wake_fd, block.watch_fd, block.in_fd, *(slot.fd for slot in departures)}
+        buffers = [ctypes.string_at(control.address, CONTROL_BYTES), raw, *memory]
+        _, after, *results = self.remote(buffers, pointers, [0], sorted(descriptors))
+        patched = bytearray(after)
+        for place, (offset, _), data in zip(places, fields, results, strict=True):
+            ctypes.memmove(place, data, len(data))
+            patched[offset : offset + 8] = place.to_bytes(8, "little")
+        ctypes.memmove(ctypes.addressof(block), bytes(patched), len(patched))
 
     def run(self, op: int, args: Sequence[int], first: int = 0, second: int = 0, ahead: int = 0) -> Control:
         control = Control.private()

@@ -117,7 +117,7 @@ def compilers() -> list[str]:
     return [*found[:1], *([path] if (path := zig()) else [])]
 
 
-def compile_object(name: str, target: Path, of: str | None = None) -> None:
+def compile_object(name: str, target: Path, of: str | None = None, source: Path = SOURCES / "step.c") -> None:
     """Compile for one instruction set. Raises CompileError."""
     arch = of or machine()
     _, _, march, mcpu = next(row for row in _SETS[arch] if row[0] == name)
@@ -135,7 +135,7 @@ def compile_object(name: str, target: Path, of: str | None = None) -> None:
             env = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
             try:
                 result = subprocess.run(
-                    [*command, *_FLAGS, str(SOURCES / "step.c"), "-o", str(made)],
+                    [*command, *_FLAGS, str(source), "-o", str(made)],
                     env=env, capture_output=True, text=True, check=False, timeout=COMPILE_LIMIT_S, cwd=folder,
                 )  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as error:

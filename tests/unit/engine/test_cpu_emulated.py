@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from common.edge_records import Record, encode_record, encode_tokens
+from common.edges.port import Way
 from common.gguf import GgufFile
 from common.gguf_quants import dequantise_rows
+from common.local_edges import frame_bytes
 from tests.support.emulated import PROCESSORS, EmulatedKernels, Processor, build, emulator
 from tests.unit.engine.test_cpu_kernels import (  # noqa: F401 - run again, with this file's `kernels`
     block_columns,
@@ -29,6 +35,7 @@ from worker.engine import tinygrad_shim as tg
 from worker.engine.cpu_native import load_kernels
 from worker.engine.cpu_objects import machine
 from worker.engine.cpu_plan import KINDS
+from worker.engine.fast_path import Departing, FastPath, Forecast
 
 NOISE = 0.2
 # What Linux says of such a processor: the choice of kernels reads no more of it.
@@ -84,6 +91,49 @@ def test_a_whole_step(
     wanted = reference_logits(spec, weights, IDS[:40])[-1]
     assert distance(logits, wanted) < NOISE
     assert int(logits.argmax()) == int(wanted.argmax())
+
+
+def test_a_fast_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: EmulatedKernels) -> None:
+    """The kernels' own system calls: it waits for the row's frame, computes and sends the token."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path / "m.gguf", TinySpec(kind="Q8_0", layers=2))
+    here = load_kernels()
+    assert here is not None
+    part = load_part(tmp_path / "m.gguf", here, threads=1)
+    part.warm_up(lambda *_: None)
+    embedded = dequantise_rows(GgufFile.open(tmp_path / "m.gguf"), "token_embd.weight", np.asarray(IDS[:9], np.int64))
+    part.run_blocks(embedded[:8], 0)
+    wanted = int(part.run_to_logits(embedded[8:], 8).argmax())
+    kernels.step_bytes = [tensor.uop.buffer.nbytes for tensor in part._team._tensors]
+    path = FastPath(kernels, part._team.addresses, part.header.vocab_size, has_head=True)
+    received, left = Record(8, 8, bytes(embedded[8:].nbytes), end=True), Record(8, 0, bytes(4))
+    forecast = Forecast(1, received, (Departing(2, left, may_end=True),), 8, False, True, frozenset([wanted]))
+    ways = [
+        Way(number, descriptor, frame_bytes(b"head" + encode_record(record)))
+        for number, descriptor, record in ((1, -1, received), (2, -1, left))
+    ]
+    inner, outer = socket.socketpair()
+    wake = os.eventfd(0)
+    with inner, outer:
+        way_in, way_out = (dataclasses.replace(way, descriptor=inner.fileno()) for way in ways)
+        body = b"head" + encode_record(dataclasses.replace(received, payload=embedded[8:].tobytes()))
+        for damage in (1, 0):
+            frame = bytearray(frame_bytes(body))
+            frame[-1] ^= damage
+            outer.sendall(frame)
+            since = time.monotonic_ns()
+            outcome = path.wait(forecast, way_in, [way_out], wake, inner.fileno())
+            assert outcome.data == frame and since < outcome.arrived_ns < time.monotonic_ns()
+            assert outcome.computed == (not damage)
+        assert outcome.arrived_ns < outcome.left_ns < time.monotonic_ns()
+        token = dataclasses.replace(left, payload=encode_tokens([wanted]), end=True)
+        assert outer.recv(1000) == frame_bytes(b"head" + encode_record(token)) == outcome.sent[0][1]
+        assert outcome.sent[0][2] == len(outcome.sent[0][1])
+        os.eventfd_write(wake, 1)
+        outer.sendall(frame)
+        outcome = path.wait(forecast, way_in, [way_out], wake, inner.fileno())
+        assert not outcome.data and not outcome.computed and inner.recv(10_000) == frame, "who is called leaves it"
+    os.close(wake)
 
 
 @pytest.mark.skipif(machine() != "x86_64" or os.geteuid() != 0, reason="shows a fake /proc/cpuinfo: x86-64 and root")
