@@ -24,6 +24,7 @@ from tools.prompt_client import PromptClient, PromptClientError
 ROUNDS = 5
 CUTS = (2, 3, 7, 30)
 DECODE_TOKENS = 96
+DECODE_TURNS = 4  # of a round: a single answer of half a second says little on a machine that others share
 PREFILL_WORDS = 470  # about 512 tokens
 PROMPTS = ("What is the capital of France?", "Count from one to twenty.", "Write one sentence about 海.", "a")
 WAN_ROUNDS_MAX = 3
@@ -83,8 +84,9 @@ def share(rounds: int, feedback: str) -> Figures:
         for stages, client in clients.items():
             texts[stages] = [ask(client, prompt, 24)[0].final_text for prompt in PROMPTS]
         for number in range(rounds):
-            for stages, client in clients.items():
-                decode[stages].append(ask(client, STORY, DECODE_TOKENS)[2])
+            for _ in range(DECODE_TURNS):
+                for stages, client in clients.items():
+                    decode[stages].append(ask(client, STORY, DECODE_TOKENS)[2])
             for stages in prefill:
                 # Its beginning is new each time: one worker would know it again from the last prompt.
                 done, first_s, _ = ask(clients[stages], f"{number} " + "lighthouse " * PREFILL_WORDS, 1)
@@ -117,7 +119,7 @@ def rpc_overhead(rounds: int) -> Figures:
             ask(client, STORY, 8)
             bare.token_s(STORY, 8)
             ratios = []
-            for _ in range(rounds):
+            for _ in range(rounds * DECODE_TURNS):
                 through = ask(client, STORY, 2 * DECODE_TOKENS)[2]
                 ratios.append(through / bare.token_s(STORY, 2 * DECODE_TOKENS) - 1)
         figures |= spread(key, ratios)
