@@ -161,7 +161,7 @@ typedef struct {
 
 // Scores of `together` vectors of positions, from vector `v` on.
 AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head_dim, float scale, float* scores,
-                      i64 stride, i64 v, const int together) {
+                      i64 stride, i64 v, const int together, const u16* values) {
   const u16* key[8];
   nf acc[GROUP][8];  // constant bounds: gcc leaves other arrays in memory
   UNROLL for (int g = 0; g < together; g++) {
@@ -171,7 +171,10 @@ AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head
   for (i64 d = 0; d < head_dim; d++) {
     nf k[8];
     if (together > 1 && d % 2 == 0)  // a tile is too short for the processor to see the stream by itself
-      UNROLL for (int g = 0; g < together; g++) __builtin_prefetch(key[g] + (together * head_dim + d) * ROWS, 0, 3);
+      UNROLL for (int g = 0; g < together; g++) __builtin_prefetch(key[g] + (together * head_dim + d) * ROWS, 0, 2);
+    if (values && d % (32 / VL) == 0)
+      UNROLL for (int g = 0; g < together; g++)
+        __builtin_prefetch(values + v * VL * head_dim + (d / (32 / VL) * together + g) * 32, 0, 2);
     UNROLL for (int g = 0; g < together; g++) k[g] = load_half(key[g] + d * ROWS);
     UNROLL for (int r = 0; r < n; r++) {
       nf q = bcast(query[r].q[d]);
@@ -184,13 +187,16 @@ AI void score_vectors(const Query* query, const int n, const u16* keys, i64 head
 
 // Columns d.. of the outputs: `together` vectors of them.
 AI void mix_vectors(const Query* query, const int n, const u16* values, i64 head_dim, const float* share,
-                    const float* scores, i64 stride, i64 first, i64 last, i64 d, const int together) {
+                    const float* scores, i64 stride, i64 first, i64 last, i64 d, const int together,
+                    const u16* next) {
   nf acc[GROUP][8];
   UNROLL for (int r = 0; r < n; r++)
     UNROLL for (int g = 0; g < together; g++) acc[r][g] = bcast(0);
   for (i64 j = first; j <= last; j++) {
     const u16* value = values + j * head_dim + d;
     nf v[8];
+    if (next)
+      for (i64 at = 0; at < head_dim; at += 32) __builtin_prefetch(next + j * head_dim + at, 0, 2);
     UNROLL for (int g = 0; g < together; g++) v[g] = load_half(value + g * VL);
     UNROLL for (int r = 0; r < n; r++) {
       nf s = bcast(scores[r * stride + j]);
@@ -201,9 +207,11 @@ AI void mix_vectors(const Query* query, const int n, const u16* values, i64 head
     UNROLL for (int g = 0; g < together; g++) store(query[r].out + d + g * VL, acc[r][g] * share[r]);
 }
 
-// keys [positions / 16][head_dim][16], values [positions][head_dim]: float16, of one key-value head and slot.
+// keys [positions / 16][head_dim][16], values [positions][head_dim]: float16, of one key-value head and slot. next: the
+// keys of the next head, or none; asked for while the values are mixed, as the values are during the scores. Into the
+// second cache: the first one has so few reads at once on their way that they would take longer than the sums do.
 AI void attend_rows(const Query* query, const int n, const u16* keys, const u16* values, i64 head_dim, float scale,
-                    float* scores, i64 stride) {
+                    float* scores, i64 stride, const u16* next) {
   i64 first = query[0].first, last = query[0].last;
   for (int r = 1; r < n; r++) {
     if (query[r].first < first) first = query[r].first;
@@ -212,8 +220,8 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
   const i64 begin = first / VL * VL, end = (last / VL + 1) * VL;
   i64 v = begin / VL;
   for (; v + TOGETHER(n) <= end / VL; v += TOGETHER(n))
-    score_vectors(query, n, keys, head_dim, scale, scores, stride, v, TOGETHER(n));
-  for (; v < end / VL; v++) score_vectors(query, n, keys, head_dim, scale, scores, stride, v, 1);
+    score_vectors(query, n, keys, head_dim, scale, scores, stride, v, TOGETHER(n), next ? values : 0);
+  for (; v < end / VL; v++) score_vectors(query, n, keys, head_dim, scale, scores, stride, v, 1, next ? values : 0);
   float share[GROUP];
   for (int r = 0; r < n; r++) {
     float* s = scores + r * stride;
@@ -232,24 +240,26 @@ AI void attend_rows(const Query* query, const int n, const u16* keys, const u16*
   }
   i64 d = 0;
   for (; d + TOGETHER(n) * VL <= head_dim; d += TOGETHER(n) * VL)
-    mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, TOGETHER(n));
-  for (; d < head_dim; d += VL) mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, 1);
+    mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, TOGETHER(n), d ? 0 : next);
+  for (; d < head_dim; d += VL) mix_vectors(query, n, values, head_dim, share, scores, stride, first, last, d, 1, 0);
 }
 
 #define ATTEND(n)                                                                                               \
-  NI void attend_##n(const Query* q, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride) {  \
-    attend_rows(q, n, k, v, dim, scale, s, stride);                                                             \
+  NI void attend_##n(const Query* q, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride,    \
+                     const u16* next) {                                                                         \
+    attend_rows(q, n, k, v, dim, scale, s, stride, next);                                                       \
   }
 ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6)
 
-AI void attend(const Query* q, int n, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride) {
+AI void attend(const Query* q, int n, const u16* k, const u16* v, i64 dim, float scale, float* s, i64 stride,
+               const u16* next) {
   switch (n) {
-    case 1: attend_1(q, k, v, dim, scale, s, stride); return;
-    case 2: attend_2(q, k, v, dim, scale, s, stride); return;
-    case 3: attend_3(q, k, v, dim, scale, s, stride); return;
-    case 4: attend_4(q, k, v, dim, scale, s, stride); return;
-    case 5: attend_5(q, k, v, dim, scale, s, stride); return;
-    default: attend_6(q, k, v, dim, scale, s, stride); return;
+    case 1: attend_1(q, k, v, dim, scale, s, stride, next); return;
+    case 2: attend_2(q, k, v, dim, scale, s, stride, next); return;
+    case 3: attend_3(q, k, v, dim, scale, s, stride, next); return;
+    case 4: attend_4(q, k, v, dim, scale, s, stride, next); return;
+    case 5: attend_5(q, k, v, dim, scale, s, stride, next); return;
+    default: attend_6(q, k, v, dim, scale, s, stride, next); return;
   }
 }
 #endif

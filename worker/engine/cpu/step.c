@@ -226,8 +226,9 @@ NI void mix(Step* s, const Layer* l, i64 layer) {
       q[n].last = s->c->position[row];
       q[n].first = l->window && q[n].last >= l->window ? q[n].last - l->window + 1 : 0;
     }
+    const u16* next = cache_of(s, layer, slot, head + 1 < p->kv_heads ? head + 1 : head, 0);
     attend(q, n, cache_of(s, layer, slot, head, 0), cache_of(s, layer, slot, head, 1), dim, (float)p->attn_scale,
-           s->s.scores, s->s.score_stride);
+           s->s.scores, s->s.score_stride, s->rows == 1 ? next : 0);
     i += n;
   }
   finish(&s->walk, &part);
