@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import signal
 import socket
 import threading
 import time
@@ -495,6 +496,18 @@ def test_what_comes_over_the_bus_meanwhile(last: Last, waits: Waits, answer: lis
     """The port thread gets the edges at once, and the stage waits again."""
     for _ in range(20):
         last.stage.send(EdgeCarry(peer=b"p" * 32, frame=encode_body(EdgeCredit(edge_id=3, consumed_offset=0))))
+    follows(last, waits, answer)
+
+
+def test_signals_get_it_out_of_the_kernels_and_it_waits_again(last: Last, waits: Waits, answer: list[int]) -> None:
+    before, (main, _) = signal.signal(signal.SIGUSR1, lambda *_: None), last.stage.threads
+    try:
+        for count in range(len(waits.outcomes) + 1, len(waits.outcomes) + 6):
+            last.rig.settle()
+            signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+            wait_until(lambda count=count: len(waits.outcomes) >= count)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     follows(last, waits, answer)
 
 

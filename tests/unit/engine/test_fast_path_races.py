@@ -20,7 +20,7 @@ from tests.unit.engine.tiny_model import TinySpec
 from worker.engine import stage_port
 from worker.engine.engine import Engine
 
-REQUESTS, TOKENS = 40, 12
+REQUESTS, TOKENS, ANSWER = 40, 12, 110
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,9 @@ def answer(halves: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> li
     with pytest.MonkeyPatch.context() as patch:
         without(halves, patch)
         with Rig(halves, tmp_path_factory.mktemp("slow")) as rig:
-            return rig.generate(PROMPT, 60, settled=False)
+            tokens = rig.generate(PROMPT, ANSWER, settled=False)
+    assert len(tokens) == ANSWER
+    return tokens
 
 
 class Disturbance:
@@ -70,10 +72,11 @@ def test_whatever_comes_in_between_the_answer_is_the_same(
 ) -> None:
     waits = Waits(monkeypatch)
     monkeypatch.setattr(stage_port, "ENGINE_HEARTBEAT_MS", 15)
-    with Rig(halves, tmp_path, direct=direct) as rig, Disturbance(rig, 1):
-        assert rig.generate(PROMPT, 60, settled=False) == answer
+    for seed in range(5):
+        with Rig(halves, tmp_path, direct=direct) as rig, Disturbance(rig, seed):
+            assert rig.generate(PROMPT, ANSWER, settled=False) == answer
+        assert not any(stage.said(StageFaulted) for stage in rig.stages.values())
     assert any(outcome.computed for _, outcome in waits.outcomes)
-    assert not any(stage.said(StageFaulted) for stage in rig.stages.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
