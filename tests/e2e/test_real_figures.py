@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,15 @@ def stack() -> Iterator[Stack]:
         yield stack
 
 
+def route_transitions(stack: Stack) -> list[dict[str, Any]]:
+    found = [record for record in stack.archive.records() if record.channel == "mvp.orch.stage_route"]
+    return [record.detail for record in found if record.phase == "route_transition"]
+
+
+def steps_of(routes: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(detail["from"], detail["to"]) for detail in routes}
+
+
 @pytest.mark.spec("S1 7.7")
 def test_no_death_while_all_cores_are_saturated(stack: Stack) -> None:
     assert false_deaths(stack, SATURATED_S) == 0
@@ -53,6 +63,7 @@ def test_a_stopped_worker_is_noticed_and_comes_back_without_an_operator(stack: S
     assert noticed <= SILENT_NOTICED_S
     steps = [(record.detail["from"], record.detail["to"]) for record in transitions(stack)]
     assert ("suspect", "dead") in steps and steps[-1][1] == "alive", steps
+    assert {("routed", "suspended"), ("suspended", "routed")} <= steps_of(route_transitions(stack))
     for record in transitions(stack):
         assert record.detail["peer"] and record.detail["logical_id"] and record.detail["reason"], record.detail
     stack.assert_answers()
@@ -78,11 +89,9 @@ def test_a_dead_worker_is_unroutable_at_once(stack: Stack) -> None:
     assert max(unrouted, told) <= UNROUTABLE_S
     assert stack.assert_failed().startswith("node 1 exited while serving prompts: ")
     assert [line["type"] for line in asker.terminals()] == ["fault"]
-    found = [record for record in stack.archive.records() if record.channel == "mvp.orch.stage_route"]
-    routes = [record.detail for record in found if record.phase == "route_transition"]
+    routes = route_transitions(stack)
     assert {detail["kind"] for detail in routes} == {"node_actor", "datastream_publisher"}
-    steps = {(detail["from"], detail["to"]) for detail in routes}
-    assert {("routed", "suspended"), ("suspended", "routed"), ("routed", "none")} <= steps, steps
+    assert ("routed", "none") in steps_of(routes), routes
     assert all(detail["peer"] and detail["logical_id"] and detail["reason"] for detail in routes), routes
     assert [detail["reason"] for detail in routes if detail["to"] == "none"][-1] == "revoked"
 
