@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from worker.engine.fast_path import FastPath, Forecast
 
 
+_AFTER_STEP_MS = 20  # what is due while a step is computed is looked at this often
+
+
 @dataclass(frozen=True, slots=True)
 class EdgeObject:
     """For the main thread: a record of the inbound edge."""
@@ -202,7 +205,15 @@ class StagePort:
         times = [self._beats_ms] if self._opened else []
         if (at := self._due_ms()) is not None:
             times.append(at)
-        return max(0, min(times) - self._now_ms()) if times else None
+        at_least = _AFTER_STEP_MS if self._is_computing else 0
+        return max(at_least, min(times) - self._now_ms()) if times else None
+
+    @property
+    def _is_computing(self) -> bool:
+        """The main thread has the edges for the time of a step: only what cannot wait waits for it, since the link to
+        the agent is this thread's, too."""
+        fast = self._fast
+        return fast is not None and fast.is_computing
 
     def _due_ms(self) -> int | None:
         """When the edges need the port thread, whatever else happens."""
@@ -211,13 +222,12 @@ class StagePort:
 
     def pump(self) -> None:
         """Whatever moves or is due."""
-        if self._edges is None:
+        if self._edges is None or self._is_computing:
             return
         at = self._now_ms()
         if self._opened and at >= self._beats_ms:
             self._beats_ms = at + ENGINE_HEARTBEAT_MS
-            fast = self._fast
-            if self._mailbox.is_waiting and not (fast is not None and fast.is_computing):
+            if self._mailbox.is_waiting:
                 self.alive()
             with self._exclusive():
                 counts = self._edges.traffic.take()
