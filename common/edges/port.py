@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from common.bus import KeyPair
 from common.codec import BadEnvelope, Message, encode_body
 from common.edge_records import HEADER_BYTES, Record, RecordDecoder, encode_record
@@ -190,8 +192,9 @@ class EdgePort:
         earlier = False
         for consumer in self._desk.consumers:
             if consumer.edge_id == edge_id:
-                before = consumer.credit_due_ms
-                self._consume(consumer, consumer.on_consumed(end_offset, self._clock_ns() // 1_000_000))
+                before, now_ns = consumer.credit_due_ms, self._clock_ns()
+                self.traffic.consumed(edge_id, end_offset, now_ns)
+                self._consume(consumer, consumer.on_consumed(end_offset, now_ns // 1_000_000))
                 earlier = before is None and consumer.credit_due_ms is not None
         return earlier
 
@@ -320,7 +323,8 @@ class EdgePort:
 
     def _answered(self, edge_id: int, out: _Outbound, message: Message, now_ms: int) -> None:
         self._produce(edge_id, out.core.on_message(message, now_ms))
-        self.traffic.given_back(edge_id, out.core.credited, self._clock_ns())
+        held_us = message.held_us if isinstance(message, EdgeCredit) else 0
+        self.traffic.credited(edge_id, out.core.credited, held_us, self._clock_ns())
 
     def _on_link(self, edge_id: int, up: bool) -> None:
         if (out := self._out.get(edge_id)) is not None:
@@ -352,14 +356,15 @@ class EdgePort:
     def _consume(self, consumer: EdgeConsumer | None, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Send():
-                    if isinstance(effect.message, EdgeCredit):
-                        offset = effect.message.consumed_offset
-                        self.traffic.given_back(effect.message.edge_id, offset, self._clock_ns())
-                    if effect.conn.startswith(CARRIED):
-                        self._events.edge_carry(effect.conn.removeprefix(CARRIED), effect.message)
+                case Send(message, conn):
+                    if isinstance(message, EdgeCredit):
+                        offset = message.consumed_offset
+                        held_us = self.traffic.held_us(message.edge_id, offset, self._clock_ns())
+                        message = replace(message, held_us=held_us)
+                    if conn.startswith(CARRIED):
+                        self._events.edge_carry(conn.removeprefix(CARRIED), message)
                     else:
-                        self._sockets.reply(effect.conn, encode_body(effect.message))
+                        self._sockets.reply(conn, encode_body(message))
                 case Ready() if consumer is not None:
                     self._events.edge_ready(consumer.edge_id, effect.path)
                 case Arrived() if consumer is not None:

@@ -57,12 +57,17 @@ class EdgeData(Message, frozen=True, kw_only=True, tag=273):
 
 
 class EdgeCredit(Message, frozen=True, kw_only=True, tag=274):
-    """Consumer → producer: everything below consumed_offset is done with; the window moves on."""
+    """Consumer → producer: everything below consumed_offset is done with; the window moves on.
+
+    held_us: from the arrival of the record that ends there until this left, computing and waiting for other credits
+    included; 0: not known.
+    """
 
     PLANE: ClassVar[Plane] = Plane.EDGE
     FROM: ClassVar[frozenset[Role]] = _ENDS
     edge_id: U64
     consumed_offset: U64
+    held_us: U32 = 0
 
 
 class EdgeRefused(Message, frozen=True, kw_only=True, tag=275):

@@ -315,8 +315,8 @@ class EdgesClosed(Message, frozen=True, kw_only=True, tag=269):
 class EdgeMoved(Message, frozen=True, kw_only=True, tag=292):
     """Engine → agent, at most once a second for an edge that moved: becomes a record `mvp.node.edge`.
 
-    records, bytes: since the edge was opened. latency_ms (outbound): mean from the write of a record until its bytes
-    came back; held_ms (inbound): mean of how long records were held; of those since the last report.
+    records, bytes: since the edge was opened. latency_ms (outbound): the way there and back, the least; held_ms
+    (inbound): mean of how long records were held; of those since the last report.
     """
 
     FROM: ClassVar[frozenset[Role]] = _AGENT

@@ -22,18 +22,20 @@ def test_times_are_of_what_was_finished_since_the_last_look() -> None:
     traffic.began(2, 100, 100, 0, is_producer=True)
     traffic.began(2, 50, 150, 1_000_000, is_producer=True)
     assert traffic.take() == [EdgeCount(2, 2, 150)]
-    traffic.given_back(2, 99, 2_000_000)
+    traffic.credited(2, 99, 1, 2_000_000)
     assert traffic.take() == [], "half a record is none"
-    traffic.given_back(2, 150, 5_000_000)
-    assert traffic.take() == [EdgeCount(2, 2, 150, latency_ms=4.5)]
-    traffic.given_back(7, 1, 1)
+    traffic.credited(2, 150, 3_500, 5_000_000)
+    assert traffic.take() == [EdgeCount(2, 2, 150, latency_ms=0.5)], "of the record that the credit speaks of"
+    traffic.credited(7, 1, 1, 1)
     assert traffic.take() == []
     traffic.began(3, 8, 8, 0, is_producer=False)
-    traffic.given_back(3, 8, 250_000)
+    assert traffic.held_us(3, 8, 100_000) == 0, "not done with"
+    traffic.consumed(3, 8, 250_000)
     assert traffic.take() == [EdgeCount(3, 1, 8, held_ms=0.25)]
+    assert (traffic.held_us(3, 8, 900_000), traffic.held_us(3, 9, 900_000)) == (900, 0)
 
 
-def test_both_ends_of_a_real_edge_agree_and_the_way_is_the_difference(tmp_path: Path) -> None:
+def test_the_way_of_a_real_edge_is_without_what_the_consumer_held(tmp_path: Path) -> None:
     producer, consumer = End(), Holding()
     candidates = consumer.port.bind([f"ipc://{tmp_path}/c.sock"])
     producer.port.bind([])
@@ -54,7 +56,8 @@ def test_both_ends_of_a_real_edge_agree_and_the_way_is_the_difference(tmp_path: 
     size = sum(len(payload(sequence)) for sequence in range(2))
     assert (sent.records, sent.bytes) == (taken.records, taken.bytes) == (2, size)
     assert sent.latency_ms is not None and taken.held_ms is not None
-    assert 50 <= taken.held_ms <= sent.latency_ms <= whole_ms
+    assert 50 <= taken.held_ms <= whole_ms
+    assert 0 < sent.latency_ms <= whole_ms - taken.held_ms
     for end in (producer, consumer):
         end.port.term()
         assert end.port.traffic.take() == []

@@ -145,8 +145,7 @@
       // An edge that rests sends no record: its last rate is no rate any more.
       const rates = ends.filter((end) => live() && now() - end.ms < 4000).map((end) => end.records_per_s || 0);
       const total = of("records") === undefined ? "" : `${of("records")} records`;
-      // There and back: what the producer waited, less what the consumer held.
-      const latency = of("latency_ms") === undefined ? "" : `${Math.max(0, of("latency_ms") - (of("held_ms") || 0)).toFixed(1)} ms`;
+      const latency = of("latency_ms") === undefined ? "" : `${of("latency_ms").toFixed(1)} ms`;
       const moved = of("bytes") === undefined ? "" : bytes(of("bytes"));
       return make("li", { class: "edge", title: `edge ${id}${path ? ` by ${path}` : ""}: there and back, without the time of the stage` },
         make("span", { text: rates.length && Math.max(...rates) > 0 ? `${Math.max(...rates)} records/s` : rate || total }),
