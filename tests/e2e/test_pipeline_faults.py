@@ -221,9 +221,12 @@ def play(cell: Cell, right: dict[str, str]) -> bool:
                 getattr(harm, cell.harm)()
         if cell.heals:
             assert_heals(stack, cell, asker, right)
+            is_frozen_edge = (cell.part, cell.harm) == ("edge", "freeze")
+            if is_frozen_edge and cell.phase == "loading":
+                return "relay" in ways(stack)  # nothing ever goes through a connection that was frozen before
             if isinstance(harm, ConnectionHarm) and not harm.passed:
                 return False
-            if (cell.part, cell.harm, asker is None) == ("edge", "freeze", False):
+            if is_frozen_edge and asker is not None:
                 assert "relay" in ways(stack), "the choice is a record"
             if cell.harm == "corrupt":
                 assert isinstance(harm, ConnectionHarm) and harm.flipped
