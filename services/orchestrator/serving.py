@@ -36,7 +36,7 @@ class Serving(Closing):
         self._prompt: PromptActive | None = None
         """Which request the gateway works on, so that its one fault is on record if the gateway dies."""
         self._gateway_kept_ms: int | None = None
-        """When the gateway last answered a lease."""
+        """When the gateway was last heard; None before it serves."""
 
     @property
     def restarting(self) -> bool:
@@ -63,7 +63,11 @@ class Serving(Closing):
     def lease_kept(self, ctx: Ctx) -> None:
         """The gateway's answer to a lease: it can be reached."""
         if ctx.sender == self.service(ctx, Role.GATEWAY):
-            self._gateway_kept_ms = ctx.now_ms
+            self.gateway_heard(ctx)
+
+    def gateway_heard(self, ctx: Ctx) -> None:
+        """It may hang before it has answered any lease: whatever it says counts."""
+        self._gateway_kept_ms = ctx.now_ms
 
     def _check_gateway(self, ctx: Ctx) -> None:
         """A gateway that hangs has no exit status and no SWIM: only its silence tells. While this process's own way to
@@ -195,7 +199,7 @@ class Serving(Closing):
     def prompt_active(self, msg: PromptActive, ctx: Ctx) -> None:
         """The gateway's slot: taken, or free again."""
         self._prompt = None if msg.ended else msg
-        self._gateway_kept_ms = ctx.now_ms  # it may hang before it has ever answered a lease
+        self.gateway_heard(ctx)
 
     def _fault_orphan(self, error: str, ctx: Ctx) -> None:
         """The gateway can end this request no more: its one terminal fault is on record here (design.md 2)."""

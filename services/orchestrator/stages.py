@@ -169,6 +169,7 @@ class Stages(Serving):
         if self.phase is not Phase.RPC:
             return
         self.no_limit(ctx)
+        self.gateway_heard(ctx)
         first = self.workers[min(self.workers)]
         self.record(ctx, "prompt_rpc", "ready", {"addr": addr})
         self.record(ctx, "prompt_loop", "ready", {"addr": addr, "node_actor": short(first.node_actor)})

@@ -8,6 +8,7 @@ from typing import Any
 from common.addresses import Role
 from common.config_slices import OrchestratorSlice, encode_slice
 from common.effects import SendFailed, ViewChanged
+from common.limits import LEASE_MS
 from common.messages.bus import MemberEntry, RouteEntry, Snapshot, ViewItem
 from common.messages.config import ConfigSlice
 from common.messages.node_agent import EmbeddedGguf, LocalPath
@@ -31,7 +32,7 @@ from common.messages.provision import (
     ProviderPrepared,
 )
 from common.messages.serve import PromptRpcReady, RpcClosed
-from common.messages.service import Lease, ServiceReady
+from common.messages.service import Lease, LeaseKept, ServiceReady
 from common.messages.stream import Flushed
 from common.records import CHANNEL_BOOTSTRAP
 from services.orchestrator.base import SERVICES_OF_A_RUN, Phase, RunOver
@@ -66,12 +67,28 @@ class TwoWorkers(RunActor):
         return [NodeProvisionSpec(run_id=RUN_ID, node_id=NODE_ID + i, stage_index=i, image="") for i in range(2)]
 
 
+class _Harness(Harness):
+    def __init__(self, play: Play) -> None:
+        super().__init__(play.run, name=Role.ORCHESTRATOR)
+        self._play = play
+        self._kept_ms = self.now_ms
+
+    def advance(self, ms: int) -> None:
+        end = self.now_ms + ms
+        while not self._play.gateway_hangs and end - self._kept_ms >= LEASE_MS:
+            super().advance(max(0, self._kept_ms + LEASE_MS - self.now_ms))
+            self._kept_ms = self.now_ms
+            self._play.gateway(LeaseKept())
+        super().advance(end - self.now_ms)
+
+
 class Play:
-    """`said` and `records` give what is new since the last call."""
+    """`said` and `records` give what is new since the last call. gateway_hangs: else it answers leases."""
 
     def __init__(self, actor: RunActor | None = None) -> None:
         self.run = actor or RunActor(NONCE)
-        self.harness = Harness(self.run, name=Role.ORCHESTRATOR)
+        self.gateway_hangs = False
+        self.harness = _Harness(self)
         self.exit_record: dict[str, Any] | None = None
         self._version = 0
         self._routes: dict[bytes, RouteEntry] = {}

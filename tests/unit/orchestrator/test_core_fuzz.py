@@ -49,6 +49,16 @@ def from_service(role: Role, message: Any) -> Act:
     return lambda play: play.from_service(role, message)
 
 
+def undelivered(role: Role, message: Any, *phases: Phase) -> Act:
+    """In a phase that says such a thing."""
+
+    def happens(play: Play) -> None:
+        if play.run.phase in phases:
+            play.tell(SendFailed(ADDRESS[role], message, "peer_lost"))
+
+    return happens
+
+
 def in_worker(name: str, *args: Any, **kwargs: Any) -> Act:
     """Only once there is an orchestrator actor to tell it to."""
     return lambda play: getattr(play, name)(*args, **kwargs) if play.run.actor_address else None
@@ -107,11 +117,9 @@ bad = st.one_of(
     st.just(from_service(Role.RESOLVER, ConfigFailed(error="x"))),
     st.builds(lambda role: act("service_ready", role, 2), st.sampled_from([Role.GATEWAY, Role.PROVISIONER])),
     st.builds(lambda role: lambda play: play.tell(ServiceLost(role, "ended")), roles),
-    st.builds(
-        lambda role, message: lambda play: play.tell(SendFailed(ADDRESS[role], message, "peer_lost")),
-        roles,
-        st.sampled_from([PrepareProvider(run_id=7, provider="process"), StopNodes(), CloseRpc(reason="x")]),
-    ),
+    st.just(undelivered(Role.PROVISIONER, PrepareProvider(run_id=7, provider="process"), Phase.PROVIDER)),
+    st.just(undelivered(Role.PROVISIONER, StopNodes(), *CLOSING)),
+    st.just(undelivered(Role.GATEWAY, CloseRpc(reason="x"), *CLOSING)),
     st.just(lambda play: play.tell(StopLine("stop"))),
     st.just(lambda play: play.tell(ShutdownRequested(source="rpc"))),
     st.builds(lambda count: lambda play: play.tell(StopSignal("SIGTERM", count)), st.integers(1, 2)),

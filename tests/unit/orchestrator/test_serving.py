@@ -55,10 +55,12 @@ def test_a_word_of_suspension_that_did_not_reach_the_gateway_is_said_again(state
 
 
 @pytest.mark.spec("S1 10.10", "S1 9.10")
-def test_a_gateway_that_hangs_with_its_first_prompt_is_lost_although_it_has_answered_no_lease_yet() -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_gateway_that_hangs_before_it_has_answered_a_lease_is_lost_with_or_without_a_prompt(asked: bool) -> None:
     play = Play().until(Phase.SERVING)
-    play.gateway(PromptActive(request_id=9, prompt_id=1))
-    play.harness.views.link_up = True
+    play.gateway_hangs = True
+    if asked:
+        play.gateway(PromptActive(request_id=9, prompt_id=1))
     play.harness.advance(WORKER_SILENT_MS_SERVING + 10_000)
     assert play.run.result.text == "the prompt gateway did not answer for 60 s while serving prompts"
 
@@ -69,7 +71,7 @@ def test_a_gateway_that_answers_no_lease_is_lost_like_a_worker() -> None:
     play = Play().until(Phase.SERVING)
     play.gateway(PromptActive(request_id=9, prompt_id=1))
     play.gateway(LeaseKept())
-    play.harness.views.link_up = True
+    play.gateway_hangs = True
     play.harness.advance(WORKER_SILENT_MS_SERVING - 5000)
     assert play.at(Phase.SERVING)
     play.gateway(LeaseKept())
