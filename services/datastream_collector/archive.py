@@ -227,7 +227,7 @@ def _recovered(heads: list[_Head], *, whole: bool) -> Recovered:
             # Positions start again: a later run of the same stream id in the same file.
             stream = streams[head.stream] = RecoveredStream()
         stream.position = head.position
-        stream.run_boot = head.collected.run_boot
+        stream.run_boot, stream.unix_ms = head.collected.run_boot, head.collected.unix_ms
         stream.channels[head.channel] = head.channel_id
         if head.collected.producer_seq:
             producers.setdefault(head.collected.producer, SeqRanges()).add(head.collected.producer_seq)

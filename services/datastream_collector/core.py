@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from common.actors import Ctx
-from common.addresses import Role
+from common.addresses import Role, short
 from common.config_slices import CollectorSlice
 from common.effects import Effect, Exit, StopSignal
 from common.limits import EXIT_SETTLE_MS, FLUSH_MS, STREAM_BATCH_MS
@@ -34,12 +34,14 @@ PHASE = "datastream_archive"
 ENDPOINT_PHASE = "datastream_endpoint"
 QUIET_MS = 3 * STREAM_BATCH_MS  # Flush comes on a faster plane than the records before it, which wait for their batch
 HELD_MESSAGES_MAX = 4096  # between spawn and the configuration slice, usually some 100 ms
+WHOSE_RUN_MS = 5000  # above the time in which all are back at a router that was restarted with this process
 OWNER_GONE_LINGER_MS = 2000  # the other services still say how they ended
 
 _SETTLE = "collector:settle"
 _SETTLE_LIMIT = "collector:settle-limit"
 _EARLY = "collector:early"
 _GONE = "collector:owner-gone"
+_WHOSE_RUN = "collector:whose-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,9 @@ class CollectorActor(ServiceActor):
         self._open_error_told = 0
         self._flush_to: list[bytes] = []
         self._stopping = False
+        self._recovered: Recovered | None = None
+        """What the archive says, until it is known whose run the first records are of: somebody is there whom it knows,
+        or an orchestrator."""
 
     # --- life -------------------------------------------------------------------------------------------------
     def on_config(self, config: CollectorSlice, ctx: Ctx) -> None:
@@ -145,6 +150,7 @@ class CollectorActor(ServiceActor):
                 if len(self._held) > HELD_MESSAGES_MAX:
                     self._held.popleft()
                     self.counters["held_overflow"] += 1
+                self._start_if_told([ctx.sender], ctx)
             case Observe() | Gap() | StreamFrames():
                 self._take(msg, ctx.sender, ctx)
                 self._settle_later(ctx)
@@ -152,12 +158,15 @@ class CollectorActor(ServiceActor):
                 for message, sender in self._flows.expect(msg):
                     self._accept(message, sender, ctx)
             case Flush():
+                self._start_if_open(ctx)
                 self._flush_to.append(ctx.sender)
                 ctx.timer(_SETTLE, QUIET_MS)
                 if not self._stopping:
                     ctx.timer(_SETTLE_LIMIT, FLUSH_MS // 2)
             case ArchiveOpened():
-                self._start(msg.recovered, ctx, archive=True)
+                self._recovered = msg.recovered
+                ctx.timer(_WHOSE_RUN, WHOSE_RUN_MS)
+                self._start_if_told([sender for _, sender in self._held], ctx)
                 self.ready(ctx)
             case EndpointFailed():
                 self._open_error, self._open_error_phase = msg.error, ENDPOINT_PHASE
@@ -178,6 +187,8 @@ class CollectorActor(ServiceActor):
         elif key == _EARLY:
             self._count("refused: unknown flow", self._flows.expired(ctx.now_ms))
             self._watch_early(ctx)
+        elif key == _WHOSE_RUN:
+            self._start_if_open(ctx)
         elif key == _GONE:
             self._exit(ctx)
         else:
@@ -188,6 +199,7 @@ class CollectorActor(ServiceActor):
         if view == "routes":
             self._tell_open_error(ctx)
             self._new_run(ctx)
+            self._start_if_told([], ctx)
 
     def on_run_ended(self, msg: RunEnded, ctx: Ctx) -> None:
         """Nothing yet: last words still belong to this run's stream; it ends when the next orchestrator appears."""
@@ -197,6 +209,7 @@ class CollectorActor(ServiceActor):
         if signal.count > 1:
             self._exit(ctx)
         elif not self._stopping:
+            self._start_if_open(ctx)
             self._stopping = True
             ctx.timer(_SETTLE, QUIET_MS)
             ctx.timer(_SETTLE_LIMIT, EXIT_SETTLE_MS)
@@ -224,6 +237,21 @@ class CollectorActor(ServiceActor):
         return self.ring.cursor(replay=replay)
 
     # --- streams ----------------------------------------------------------------------------------------------
+    def _start_if_told(self, senders: list[bytes], ctx: Ctx) -> None:
+        routes, recovered = ctx.views.routes, self._recovered
+        there = [*senders, *(route.address for route in routes.entries())]
+        if recovered is not None and (
+            not recovered.streams
+            or routes.named(Role.ORCHESTRATOR) is not None
+            or any(short(actor) in recovered.producers for actor in there)
+        ):
+            self._start_if_open(ctx)
+
+    def _start_if_open(self, ctx: Ctx) -> None:
+        recovered, self._recovered = self._recovered, None
+        if recovered is not None:
+            self._start(recovered, ctx, archive=True)
+
     def _start(self, recovered: Recovered, ctx: Ctx, *, archive: bool = False) -> None:
         self._stream = OwnStream(self.config.run_id, recovered)
         self._flows.recover(recovered)

@@ -41,11 +41,13 @@ class CursorGap:
 
 @dataclass(slots=True)
 class RecoveredStream:
-    """What an archive says of one stream: its highest position, whose run that was, and its channels by name."""
+    """What an archive says of one stream: its highest position, whose run that was, when the last record was collected,
+    and its channels by name."""
 
     position: int = -1
     channels: dict[str, int] = field(default_factory=dict)
     run_boot: int = 0
+    unix_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from common.addresses import short
 from common.datastream import SeqRanges, orchestrator_stream, stream_text, worker_stream
 from common.messages.stream import ChannelDeclaration, ExpectFlow, Observation, StreamFrames
 from common.records import CORE_CHANNELS, SOURCE_NODE_CLUSTER, SOURCE_NODE_STDIO, SOURCE_ORCHESTRATOR
-from services.datastream_collector.frames import CollectedFrame, Recovered
+from services.datastream_collector.frames import CollectedFrame, Recovered, RecoveredStream
 
 CHANNEL_GAP = "mvp.datastream.gap"
 """Explicit losses, in the orchestrator's stream: {type: "DatastreamGap", stream, producer, first, last, lost, reason}.
@@ -97,8 +97,7 @@ class OwnStream:
         if boot == self.run_boot:
             return False
         old = self._recovered.streams.get(self.name)
-        # Of a run whose orchestrator has said nothing yet, only the others' records tell that it is this one.
-        if old is not None and (old.run_boot == boot or (not old.run_boot and self._knows_one(actors))):
+        if old is not None and (old.run_boot == boot or (not old.run_boot and self._is_of_now(old, boot, actors))):
             self._resume()
         is_next, self.run_boot = self.run_boot not in (0, boot), boot
         if is_next:
@@ -168,6 +167,11 @@ class OwnStream:
 
     def _knows_one(self, actors: Iterable[bytes]) -> bool:
         return any(short(actor) in self._recovered.producers for actor in actors)
+
+    def _is_of_now(self, old: RecoveredStream, boot: int, actors: Iterable[bytes]) -> bool:
+        """Whether a run whose orchestrator has said nothing yet is this one: it began before the last record, its boot
+        being a wall-clock time, or somebody who has spoken is still there."""
+        return boot <= old.unix_ms or self._knows_one(actors)
 
     def _may_resume(self, boot: int) -> bool:
         old = self._recovered.streams.get(self.name)

@@ -108,7 +108,7 @@ class SimDisk:
             stream = streams.setdefault(frame.stream, RecoveredStream())
             if frame.position <= stream.position:
                 stream = streams[frame.stream] = RecoveredStream()
-            stream.position, stream.run_boot = frame.position, frame.run_boot
+            stream.position, stream.run_boot, stream.unix_ms = frame.position, frame.run_boot, frame.unix_ms
             stream.channels[frame.channel] = frame.channel_id
             if frame.producer_seq:
                 producers.setdefault(frame.producer, SeqRanges()).add(frame.producer_seq)

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from common.addresses import Role, short
+from common.effects import StopSignal
 from common.records import CORE_CHANNELS
+from services.datastream_collector.core import WHOSE_RUN_MS
 from services.datastream_collector.frames import Recovered, RecoveredStream
 from services.datastream_collector.streams import CHANNEL_GAP
 from tests.unit.datastream_collector.test_collector_core import (
@@ -74,6 +76,17 @@ def test_a_run_whose_orchestrator_had_said_nothing_yet_goes_on_where_its_archive
     assert [(frame.position, frame.run_boot) for frame in bench.archived if frame.channel != CHANNEL_GAP] == [(42, 8)]
 
 
+def test_a_run_goes_on_although_everybody_who_had_spoken_was_replaced_with_the_collector() -> None:
+    """Its orchestrator, which had said nothing yet, was there before the last record."""
+    before = recovered([(1, 40)])
+    before.streams["mvp-orchestrator/1"].run_boot = 0
+    before.streams["mvp-orchestrator/1"].unix_ms = 9
+    bench = Bench(recovered=before)
+    bench.route(boot=8, beside=[OTHER])
+    bench.tell(observe(1, b"first"), OTHER)
+    assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(42, 8)]
+
+
 def test_a_start_that_was_killed_before_its_orchestrator_spoke_is_another_run() -> None:
     """Nobody of it is there: two starts were one run, with the first one's records at its beginning."""
     before = recovered([(1, 40)])
@@ -96,7 +109,25 @@ def test_what_a_restart_lost_for_good_is_said() -> None:
 def test_another_run_in_the_same_file_starts_afresh() -> None:
     bench = Bench(recovered=recovered([(1, 40)]))
     bench.tell(observe(1, b"x"), OTHER)
+    assert not bench.archived, "nobody is there who could say whose word that is"
+    bench.advance(WHOSE_RUN_MS)
     assert [(frame.position, frame.payload) for frame in bench.archived] == [(0, b"x")]
+
+
+def test_who_speaks_before_the_orchestrator_is_back_at_a_router_that_was_restarted_too_waits_for_it() -> None:
+    """Positions began again in the middle of a run."""
+    bench = Bench(recovered=recovered([(1, 40)]))
+    bench.route(boot=3, address=OTHER, role=Role.MEMBERSHIP)
+    bench.tell(observe(1, b"first"), OTHER)
+    bench.route(boot=7)
+    assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(42, 7)]
+
+
+def test_what_waits_for_an_orchestrator_is_not_lost_by_a_stop() -> None:
+    bench = Bench(recovered=recovered([(1, 40)]))
+    bench.tell(observe(1, b"x"), OTHER)
+    bench.tell(StopSignal("SIGTERM", 1))
+    assert [frame.payload for frame in bench.archived] == [b"x"]
 
 
 @pytest.mark.spec("S1 8.13")
