@@ -6,6 +6,7 @@ bytes; sequencing and prompt semantics are the pipeline prompt runtime's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -228,9 +229,11 @@ class TokenEdgeShell:
         gateway: bytes,
         transport: Transport = EdgeNetwork,
         foretell: Callable[[], Foretold | None] = lambda: None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._host, self._gateway, self._transport = host, gateway, transport
         self._foretell, self._echo = foretell, TokenEcho()
+        self._clock_ns = clock_ns
         self._port: EdgePort | None = None
         self._candidates: list[str] = []
         self._arrived: list[tuple[int, Record]] = []
@@ -253,7 +256,7 @@ class TokenEdgeShell:
     def _listen(self, effect: ListenTokenOut) -> None:
         if self._port is None or self._port.run != effect.run:
             self.close()
-            self._port = EdgePort(self._host.bus_file.keys, effect.run, self, self._transport)
+            self._port = EdgePort(self._host.bus_file.keys, effect.run, self, self._transport, self._clock_ns)
             path = self._host.bus_file.run_dir / "edge-gateway.sock"
             try:
                 self._candidates = self._port.bind([f"ipc://{path}"])

@@ -220,7 +220,7 @@ class GatewayEdges:
         )
         self.bus_file = SimpleNamespace(keys=None, run_dir=_Nowhere())
         self.sockets: list[SimEdgeSockets] = []
-        self.shell = TokenEdgeShell(cast(Any, self), gateway, self._open)
+        self.shell = TokenEdgeShell(cast(Any, self), gateway, self._open, clock_ns=lambda: host.world.now * 1_000_000)
         host.on_exit.append(lambda _: [sockets.close() for sockets in self.sockets])
 
     @property

@@ -506,11 +506,17 @@ def test_what_comes_over_the_bus_meanwhile(last: Last, waits: Waits, answer: lis
 
 def test_signals_get_it_out_of_the_kernels_and_it_waits_again(last: Last, waits: Waits, answer: list[int]) -> None:
     before, (main, _) = signal.signal(signal.SIGUSR1, lambda *_: None), last.stage.threads
+
+    def is_out(count: int) -> bool:
+        """One that comes a moment before the thread waits interrupts nothing."""
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+        time.sleep(0.05)
+        return len(waits.outcomes) >= count
+
     try:
         for count in range(len(waits.outcomes) + 1, len(waits.outcomes) + 6):
             last.rig.settle()
-            signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
-            wait_until(lambda count=count: len(waits.outcomes) >= count)
+            wait_until(lambda count=count: is_out(count))
     finally:
         signal.signal(signal.SIGUSR1, before)
     follows(last, waits, answer)
