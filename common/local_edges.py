@@ -24,6 +24,7 @@ LOCAL = "ipc://"
 """What a candidate that is dialled here begins with."""
 _PREFIX = b"unix:"
 _FRAME = struct.Struct("<II")
+FRAME_HEAD_BYTES = _FRAME.size
 _FRAME_BYTES_MAX = EDGE_CHUNK_BYTES + 1024  # a data message around its chunk
 _READ_BYTES = 256 * 1024  # more than the kernel holds for a socket
 _BACKLOG = 16

@@ -9,16 +9,13 @@ same, byte by byte.
 from __future__ import annotations
 
 import os
-import time
-import zlib
 from dataclasses import dataclass
 
 from common.edge_records import Record
 from common.edges.port import EdgePort, Way
-from common.local_edges import frame_bytes
+from common.local_edges import FRAME_HEAD_BYTES, frame_bytes
 
 _READ_BYTES = 64 * 1024
-_HEAD_BYTES = 8  # of a frame: length and sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class TokenEcho:
         """The edges have moved."""
         self._armed = None
 
-    def turn(self, port: EdgePort, told: Foretold | None, now_ms: int) -> None:
+    def turn(self, port: EdgePort, told: Foretold | None, now_ns: int) -> None:
         """Answer the token if it is there. `told`: the actor's word of now, without anything that it has not handled
         yet; its record is to be written next."""
         armed, self._armed = self._armed, None
@@ -63,16 +60,18 @@ class TokenEcho:
             return
         if not data:  # so is the end
             return
-        at_ns = time.monotonic_ns()
-        foretold = way_in.frame
         size = len(told.received.payload)
-        is_told = data[:4] == foretold[:4] and data[_HEAD_BYTES:-size] == foretold[_HEAD_BYTES:-size]
-        if is_told and zlib.crc32(data[_HEAD_BYTES:]) == int.from_bytes(data[4:_HEAD_BYTES], "little"):
-            frame = frame_bytes(way_out.frame[_HEAD_BYTES:-size] + data[-size:])
+        if data == _with_payload(way_in, data[-size:]):
+            frame = _with_payload(way_out, data[-size:])
             try:
                 sent = os.write(way_out.descriptor, frame)
             except OSError as error:
                 sent = -(error.errno or 1)
             os.sched_yield()  # the stage may have been woken on this very core
-            port.was_written(way_out, frame, sent, at_ns)
-        port.was_read(way_in, data, at_ns, now_ms)
+            port.was_written(way_out, frame, sent, now_ns)
+        port.was_read(way_in, data, now_ns, now_ms=now_ns // 1_000_000)
+
+
+def _with_payload(way: Way, payload: bytes) -> bytes:
+    """The whole frame that was foretold."""
+    return frame_bytes(way.frame[FRAME_HEAD_BYTES : -len(payload)] + payload)

@@ -300,7 +300,7 @@ class TokenEdgeShell:
         turn."""
         if self._port is None:
             return
-        self._echo.turn(self._port, self._foretold(), self._now_ms())
+        self._echo.turn(self._port, self._foretold(), self._clock_ns())
         if self._arrived or self._port.look(self._now_ms()):
             self._hand_over()
             self._turning = True

@@ -15,26 +15,25 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from common.edge_records import HEADER_BYTES, Record
+from common.edge_records import FLAGS_AT, HEADER_BYTES, Record
 from common.edges.port import Way
 from common.limits import EDGE_CHUNK_BYTES
+from common.local_edges import FRAME_HEAD_BYTES
 from worker.engine.cpu_native import FAST_PATH, Control, Kernels
 
-_HEAD_BYTES = 8  # of a frame on a socket: its length and sum
-_FLAGS_AT = HEADER_BYTES - 8  # within a record
 _DEPARTURES_MAX = 2
 _SENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Departing:
-    """A record that the step will give, its payload aside. may_end: its END flag and whether it leaves at all depend on
-    the token: END is set for the last token of a sequence (True), or such a token does not leave here (False); None:
-    neither."""
+    """A record that the step will give, its payload aside. For a token that ends the sequence: tells_end: it gets the
+    END flag; stays_at_end: it does not leave."""
 
     edge_id: int
     record: Record
-    may_end: bool | None = None
+    tells_end: bool = False
+    stays_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,8 @@ class FastPath:
         released meanwhile."""
         block = self._block
         payload_bytes = len(forecast.record.payload)
-        head = np.frombuffer(way_in.frame, np.uint8, len(way_in.frame) - _HEAD_BYTES - payload_bytes, _HEAD_BYTES)
+        head_bytes = len(way_in.frame) - FRAME_HEAD_BYTES - payload_bytes
+        head = np.frombuffer(way_in.frame, np.uint8, head_bytes, FRAME_HEAD_BYTES)
         ends = np.array(sorted(forecast.end_ids), np.int64)
         block.wake_fd, block.watch_fd, block.in_fd = wake_descriptor, watch_descriptor, way_in.descriptor
         block.expected, block.expected_bytes, block.payload_bytes = head.ctypes.data, len(head), payload_bytes
@@ -149,8 +149,8 @@ class FastPath:
         for slot, frame, way, leaving in zip(block.departure, frames, ways_out, forecast.departing, strict=False):
             slot.frame, slot.fd, slot.bytes = frame.ctypes.data, way.descriptor, len(frame)
             slot.payload_at = len(frame) - len(leaving.record.payload)
-            slot.flags_at = slot.payload_at - HEADER_BYTES + _FLAGS_AT if leaving.may_end is True else 0
-            slot.skipped_at_end = leaving.may_end is False
+            slot.flags_at = slot.payload_at - HEADER_BYTES + FLAGS_AT if leaving.tells_end else 0
+            slot.skipped_at_end = leaving.stays_at_end
         self._kernels.call(self._control)
         sent = [
             (way, frame.tobytes(), slot.sent)

@@ -117,9 +117,9 @@ class StageSteps:
             departing = [Departing(outbound, Record(at, self._out_sequence, bytes(unit), end=True))]
         else:
             out = Record(at, self._out_sequence, bytes(4))
-            departing = [Departing(outbound, out, may_end=True)]
+            departing = [Departing(outbound, out, tells_end=True)]
             if feedback is not None and (fed := fed_back(out)) is not None:
-                departing.insert(0, Departing(feedback, fed, may_end=False))
+                departing.insert(0, Departing(feedback, fed, stays_at_end=True))
         return Forecast(inbound, record, tuple(departing), self.position, shape.is_first, is_greedy, shape.end_ids)
 
     def rows(self, record: Record) -> int:

@@ -107,7 +107,7 @@ def test_a_fast_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: E
     kernels.step_bytes = [tensor.uop.buffer.nbytes for tensor in part._team._tensors]
     path = FastPath(kernels, part._team.addresses, part.header.vocab_size, has_head=True)
     received, left = Record(8, 8, bytes(embedded[8:].nbytes), end=True), Record(8, 0, bytes(4))
-    forecast = Forecast(1, received, (Departing(2, left, may_end=True),), 8, False, True, frozenset([wanted]))
+    forecast = Forecast(1, received, (Departing(2, left, tells_end=True),), 8, False, True, frozenset([wanted]))
     ways = [
         Way(number, descriptor, frame_bytes(b"head" + encode_record(record)))
         for number, descriptor, record in ((1, -1, received), (2, -1, left))

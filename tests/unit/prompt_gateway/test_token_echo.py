@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Loop:
         self.gateway.port.write(TOKEN_IN, encode_record(record), now_ms())
 
     def turn_echo(self, at: int) -> None:
-        self.echo.turn(self.gateway.port, self.told(at), now_ms())
+        self.echo.turn(self.gateway.port, self.told(at), time.monotonic_ns())
 
     def heard(self) -> list[tuple[int, bytes]]:
         """Of the first stage."""
@@ -120,7 +121,7 @@ def test_what_the_actor_no_longer_says_is_not_read(loop: Loop) -> None:
     """It was cancelled in between, say; the token comes the usual way."""
     loop.echo.arm(loop.gateway.port, loop.told(0))
     loop.say(token(0, 70))
-    loop.echo.turn(loop.gateway.port, None, now_ms())
+    loop.echo.turn(loop.gateway.port, None, time.monotonic_ns())
     assert not loop.gateway.records and loop.heard() == []
     loop.turn_echo(0)
     assert not loop.gateway.records, "armed once, asked once"
