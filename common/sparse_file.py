@@ -20,6 +20,21 @@ from common.cache_files import write_whole
 Ranges = list[tuple[int, int]]
 SOURCE = ".source"
 """Suffix of the note that says what a file is of; its time is that of the last use."""
+_RANGES, _LOCK = ".ranges", ".lock"
+
+
+def parts(path: Path) -> tuple[Path, ...]:
+    """What goes with the file, itself first; its lock stays for whoever waits for it."""
+    return path, path.with_suffix(SOURCE), path.with_suffix(_RANGES)
+
+
+def remove(path: Path) -> None:
+    """Raises BlockingIOError while somebody has a SparseFile of it, OSError."""
+    with path.with_suffix(_LOCK).open("wb") as lock, path.open("rb") as file:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for part in parts(path):
+            part.unlink(missing_ok=True)
 
 
 def merged(ranges: Iterable[tuple[int, int]], gap: int = 0) -> Ranges:
@@ -53,7 +68,7 @@ class SparseFile:
 
     def __init__(self, path: Path, size: int, name: str = "") -> None:
         self.path, self.size = path, size
-        self._list, self._lock = path.with_suffix(".ranges"), path.with_suffix(".lock")
+        self._list, self._lock = path.with_suffix(_RANGES), path.with_suffix(_LOCK)
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if not path.exists() or path.stat().st_size != size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from common.actors import Ctx
-from common.addresses import Role, short
+from common.addresses import Role
 from common.config_slices import CollectorSlice
 from common.effects import Effect, Exit, StopSignal
 from common.limits import EXIT_SETTLE_MS, FLUSH_MS, STREAM_BATCH_MS
@@ -165,8 +165,9 @@ class CollectorActor(ServiceActor):
                     ctx.timer(_SETTLE_LIMIT, FLUSH_MS // 2)
             case ArchiveOpened():
                 self._recovered = msg.recovered
-                ctx.timer(_WHOSE_RUN, WHOSE_RUN_MS)
                 self._start_if_told([sender for _, sender in self._held], ctx)
+                if self._recovered is not None:
+                    ctx.timer(_WHOSE_RUN, WHOSE_RUN_MS)
                 self.ready(ctx)
             case EndpointFailed():
                 self._open_error, self._open_error_phase = msg.error, ENDPOINT_PHASE
@@ -239,12 +240,10 @@ class CollectorActor(ServiceActor):
     # --- streams ----------------------------------------------------------------------------------------------
     def _start_if_told(self, senders: list[bytes], ctx: Ctx) -> None:
         routes, recovered = ctx.views.routes, self._recovered
-        there = [*senders, *(route.address for route in routes.entries())]
-        if recovered is not None and (
-            not recovered.streams
-            or routes.named(Role.ORCHESTRATOR) is not None
-            or any(short(actor) in recovered.producers for actor in there)
-        ):
+        if recovered is None:
+            return
+        is_told = not recovered.streams or routes.named(Role.ORCHESTRATOR) is not None
+        if is_told or recovered.knows_one([*senders, *(route.address for route in routes.entries())]):
             self._start_if_open(ctx)
 
     def _start_if_open(self, ctx: Ctx) -> None:

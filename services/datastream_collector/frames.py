@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from common.addresses import short
 from common.limits import COLLECTOR_RING_FRAMES_MAX
 
 RING_BYTES_MAX = 32 * 1024 * 1024  # 16384 frames may be of 1 MiB each
@@ -62,6 +63,10 @@ class Recovered:
     producers: Mapping[str, list[tuple[int, int]]] = field(default_factory=dict)
     whole: bool = True
     positions: Mapping[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)
+
+    def knows_one(self, actors: Iterable[bytes]) -> bool:
+        """Whether one of these actors has spoken in the orchestrator's stream."""
+        return any(short(actor) in self.producers for actor in actors)
 
 
 class Cursor:

@@ -162,16 +162,13 @@ class OwnStream:
 
     def resume_if_archived(self, actors: Iterable[bytes]) -> None:
         """These are there, and no orchestrator: if the archive names one of them, this is still its last run."""
-        if self._knows_one(actors):
+        if self._recovered.knows_one(actors):
             self._resume()
-
-    def _knows_one(self, actors: Iterable[bytes]) -> bool:
-        return any(short(actor) in self._recovered.producers for actor in actors)
 
     def _is_of_now(self, old: RecoveredStream, boot: int, actors: Iterable[bytes]) -> bool:
         """Whether a run whose orchestrator has said nothing yet is this one: it began before the last record, its boot
         being a wall-clock time, or somebody who has spoken is still there."""
-        return boot <= old.unix_ms or self._knows_one(actors)
+        return boot <= old.unix_ms or self._recovered.knows_one(actors)
 
     def _may_resume(self, boot: int) -> bool:
         old = self._recovered.streams.get(self.name)

@@ -7,7 +7,6 @@ have one (16 GiB). Everything here is made or fetched again when it is missing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import sys
 import time
@@ -15,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import sparse_file
 from common.cache_files import cache_folder
 from common.config_args import PROGRAM
-from common.sparse_file import SOURCE
 
 CACHE_HELP = f"""\
 usage: {PROGRAM} cache [--remove [--unused-days N]] [--json]
@@ -108,11 +107,11 @@ def _models(folder: Path) -> Iterator[Kept]:
     for path in folder.glob("*.gguf"):
         if path.is_symlink():
             continue
-        source = path.with_suffix(SOURCE)
+        source = path.with_suffix(sparse_file.SOURCE)
         name = f"{path.name} (fetched by an earlier version)"
         with contextlib.suppress(OSError):
             name = source.read_text().strip() or name
-        yield from _kept(MODEL, name, [path, path.with_suffix(SOURCE), path.with_suffix(".ranges")])
+        yield from _kept(MODEL, name, sparse_file.parts(path))
 
 
 def _others(folder: Path) -> Iterator[Kept]:
@@ -128,7 +127,7 @@ def _others(folder: Path) -> Iterator[Kept]:
         yield from _kept(WEIGHTS if is_weights else KERNELS, name, paths)
 
 
-def _kept(kind: str, name: str, paths: list[Path]) -> Iterator[Kept]:
+def _kept(kind: str, name: str, paths: Sequence[Path]) -> Iterator[Kept]:
     facts = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -147,13 +146,10 @@ REMOVED, IN_USE = "removed", "left alone, it is being fetched"
 def _remove(item: Kept) -> str:
     try:
         if item.kind == MODEL:
-            # That of SparseFile, which stays: whoever waits for it has to be the only one.
-            with item.paths[0].with_suffix(".lock").open("wb") as lock, item.paths[0].open("rb") as file:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _unlink(item)
+            sparse_file.remove(item.paths[0])
         else:
-            _unlink(item)
+            for path in item.paths:
+                path.unlink(missing_ok=True)
     except BlockingIOError:
         return IN_USE
     except FileNotFoundError:
@@ -161,11 +157,6 @@ def _remove(item: Kept) -> str:
     except OSError as error:
         return f"cannot be removed: {error.strerror}"
     return REMOVED
-
-
-def _unlink(item: Kept) -> None:
-    for path in item.paths:
-        path.unlink(missing_ok=True)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -66,7 +66,7 @@ class Serving(Closing):
             self.gateway_heard(ctx)
 
     def gateway_heard(self, ctx: Ctx) -> None:
-        """It may hang before it has answered any lease: whatever it says counts."""
+        """By the answer to a lease, or by what it says of serving: it may hang before its first answer."""
         self._gateway_kept_ms = ctx.now_ms
 
     def _check_gateway(self, ctx: Ctx) -> None:

@@ -224,29 +224,27 @@ class StagePort:
         """Whatever moves or is due."""
         if self._edges is None or self._is_computing:
             return
-        at = self._now_ms()
-        if self._opened and at >= self._beats_ms:
+        at, due = self._now_ms(), self._due_ms()
+        beats = self._opened and at >= self._beats_ms
+        if self._main_reads and not beats and (due is None or due > at):
+            return  # the main thread sees to what moves; at a heartbeat it may be busy with something else than steps
+        if beats:
             self._beats_ms = at + ENGINE_HEARTBEAT_MS
             if self._mailbox.is_waiting:
                 self.alive()
-            with self._exclusive():
-                counts = self._edges.traffic.take()
-                self._edges.pump(at)  # the main thread may be busy with something else than steps
-            for count in counts:
-                self._tell(
-                    EdgeMoved(
-                        edge_id=count.edge_id,
-                        records=count.records,
-                        bytes=count.bytes,
-                        latency_ms=count.latency_ms,
-                        held_ms=count.held_ms,
-                    )
-                )
-        due = self._due_ms()
-        if self._main_reads and (due is None or due > at):
-            return  # the main thread sees to what moves
         with self._exclusive():
             self._edges.pump(at)
+            counts = self._edges.traffic.take() if beats else []
+        for count in counts:
+            self._tell(
+                EdgeMoved(
+                    edge_id=count.edge_id,
+                    records=count.records,
+                    bytes=count.bytes,
+                    latency_ms=count.latency_ms,
+                    held_ms=count.held_ms,
+                )
+            )
 
     def receive(self, message: Message) -> bool:
         """A message of the agent. True: taken care of, the port need not do anything more with it."""

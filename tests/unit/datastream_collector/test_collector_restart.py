@@ -23,8 +23,9 @@ from tests.unit.datastream_collector.test_collector_core import (
 )
 
 
-def recovered(seqs: list[tuple[int, int]]) -> Recovered:
-    stream = RecoveredStream(41, {**{name: at for at, name in enumerate(CORE_CHANNELS, 1)}, "own": 12}, run_boot=7)
+def recovered(seqs: list[tuple[int, int]], run_boot: int = 7, unix_ms: int = 0) -> Recovered:
+    channels = {**{name: at for at, name in enumerate(CORE_CHANNELS, 1)}, "own": 12}
+    stream = RecoveredStream(41, channels, run_boot, unix_ms)
     return Recovered({"mvp-orchestrator/1": stream}, {short(PRODUCER): seqs})
 
 
@@ -68,9 +69,7 @@ def test_last_words_after_a_restart_belong_to_the_run_that_is_over_and_the_next_
 @pytest.mark.parametrize("speaks_first", [PRODUCER, OTHER])
 def test_a_run_whose_orchestrator_had_said_nothing_yet_goes_on_where_its_archive_ends(speaks_first: bytes) -> None:
     """The archive names no orchestrator, but services that are still there."""
-    before = recovered([(1, 40)])
-    before.streams["mvp-orchestrator/1"].run_boot = 0
-    bench = Bench(recovered=before)
+    bench = Bench(recovered=recovered([(1, 40)], run_boot=0))
     bench.route(boot=8, beside=[PRODUCER])
     bench.tell(observe(41, b"then"), speaks_first)
     assert [(frame.position, frame.run_boot) for frame in bench.archived if frame.channel != CHANNEL_GAP] == [(42, 8)]
@@ -78,10 +77,7 @@ def test_a_run_whose_orchestrator_had_said_nothing_yet_goes_on_where_its_archive
 
 def test_a_run_goes_on_although_everybody_who_had_spoken_was_replaced_with_the_collector() -> None:
     """Its orchestrator, which had said nothing yet, was there before the last record."""
-    before = recovered([(1, 40)])
-    before.streams["mvp-orchestrator/1"].run_boot = 0
-    before.streams["mvp-orchestrator/1"].unix_ms = 9
-    bench = Bench(recovered=before)
+    bench = Bench(recovered=recovered([(1, 40)], run_boot=0, unix_ms=9))
     bench.route(boot=8, beside=[OTHER])
     bench.tell(observe(1, b"first"), OTHER)
     assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(42, 8)]
@@ -89,9 +85,7 @@ def test_a_run_goes_on_although_everybody_who_had_spoken_was_replaced_with_the_c
 
 def test_a_start_that_was_killed_before_its_orchestrator_spoke_is_another_run() -> None:
     """Nobody of it is there: two starts were one run, with the first one's records at its beginning."""
-    before = recovered([(1, 40)])
-    before.streams["mvp-orchestrator/1"].run_boot = 0
-    bench = Bench(recovered=before)
+    bench = Bench(recovered=recovered([(1, 40)], run_boot=0))
     bench.route(boot=8, beside=[OTHER])
     bench.tell(observe(1, b"first"), OTHER)
     assert [(frame.position, frame.run_boot) for frame in bench.archived] == [(0, 8)]

@@ -136,10 +136,17 @@ def test_a_damaged_frame_ends_the_connection_after_the_good_ones(
 
 
 # --- a fast path: somebody else reads and writes the descriptors --------------------------------------------------
-def test_a_frame_that_was_written_elsewhere_is_not_sent_again(tmp_path: Path, ends: tuple[Side, Side]) -> None:
+@pytest.fixture
+def linked(tmp_path: Path, ends: tuple[Side, Side]) -> tuple[Side, Side]:
+    """Edge 7 from left to right."""
     left, right = ends
     right.edges.bind(f"ipc://{tmp_path}/e")
     left.edges.dial(7, f"ipc://{tmp_path}/e")
+    return left, right
+
+
+def test_a_frame_that_was_written_elsewhere_is_not_sent_again(linked: tuple[Side, Side]) -> None:
+    left, right = linked
     descriptor = left.edges.writing(7)
     assert descriptor is not None and left.edges.writing(8) is None
     left.edges.was_written(7, frame_bytes(b"one"), os.write(descriptor, frame_bytes(b"one")))
@@ -149,20 +156,16 @@ def test_a_frame_that_was_written_elsewhere_is_not_sent_again(tmp_path: Path, en
     assert [frame for _, frame in right.inbound] == [b"one", b"two"]
 
 
-def test_another_frame_than_the_one_that_left_is_a_fault(tmp_path: Path, ends: tuple[Side, Side]) -> None:
-    left, right = ends
-    right.edges.bind(f"ipc://{tmp_path}/e")
-    left.edges.dial(7, f"ipc://{tmp_path}/e")
+def test_another_frame_than_the_one_that_left_is_a_fault(linked: tuple[Side, Side]) -> None:
+    left, _ = linked
     left.edges.was_written(7, frame_bytes(b"one"), len(frame_bytes(b"one")))
     with pytest.raises(RuntimeError, match="sent another frame of 11 bytes"):
         left.edges.send(7, b"two")
 
 
 @pytest.mark.parametrize("took", [3, -errno.EAGAIN])
-def test_what_was_not_taken_elsewhere_follows(tmp_path: Path, ends: tuple[Side, Side], took: int) -> None:
-    left, right = ends
-    right.edges.bind(f"ipc://{tmp_path}/e")
-    left.edges.dial(7, f"ipc://{tmp_path}/e")
+def test_what_was_not_taken_elsewhere_follows(linked: tuple[Side, Side], took: int) -> None:
+    left, right = linked
     descriptor, data = left.edges.writing(7), frame_bytes(b"one")
     assert descriptor is not None
     if took > 0:
@@ -176,10 +179,8 @@ def test_what_was_not_taken_elsewhere_follows(tmp_path: Path, ends: tuple[Side, 
     assert [frame for _, frame in right.inbound] == [b"one", b"two"]
 
 
-def test_a_connection_that_broke_elsewhere_is_a_lost_link(tmp_path: Path, ends: tuple[Side, Side]) -> None:
-    left, right = ends
-    right.edges.bind(f"ipc://{tmp_path}/e")
-    left.edges.dial(7, f"ipc://{tmp_path}/e")
+def test_a_connection_that_broke_elsewhere_is_a_lost_link(linked: tuple[Side, Side]) -> None:
+    left, right = linked
     right.drain()
     right.edges.close()
     left.edges.was_written(7, frame_bytes(b"one"), -errno.EPIPE)

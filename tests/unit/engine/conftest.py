@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.engine.stage_rig import cut
+from tests.unit.engine.tiny_model import TinySpec
 from worker.engine.cpu_objects import compile_object, instruction_sets, shipped_object
 from worker.engine.engine import Engine
 
@@ -34,3 +36,12 @@ def smollm(model_path: Path) -> Iterator[Engine]:
     engine.warm_up()
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """A tiny model cut in two."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("halves")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield from cut(folder / "m.gguf", TinySpec(kind="F32"))

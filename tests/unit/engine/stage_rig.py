@@ -8,7 +8,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,9 +29,11 @@ from common.messages.node_agent import (
     StageOutboundEdgeWire,
 )
 from common.messages.orchestrator import EndpointWire
+from tests.unit.engine.tiny_model import TinySpec, write_model
 from worker.engine.engine import Engine
 from worker.engine.fast_path import FastPath, Outcome
 from worker.engine.mailbox import Mailbox
+from worker.engine.parts import Part
 from worker.engine.process import _sampling
 from worker.engine.progress import ProgressPage
 from worker.engine.stage_port import StagePort
@@ -407,3 +409,20 @@ def rows(engine: Engine, ids: Sequence[int], start: int) -> bytes:
     """What a stage before would send for these tokens."""
     assert engine.model.fast_path is not None and engine.model.fast_path.pending is None
     return np.ascontiguousarray(engine.model.run_blocks(list(ids), start), np.float32).tobytes()
+
+
+def cut(path: Path, spec: TinySpec) -> Iterator[list[Engine]]:
+    """A tiny model cut in two."""
+    write_model(path, spec)
+
+    def part(index: int) -> Engine:
+        at = spec.layers // 2
+        span = (0, at) if index == 0 else (at, spec.layers)
+        engine = Engine.load(path, part_of=lambda _: Part(*span, index == 0, index == 1), threads=1)
+        engine.warm_up()
+        return engine
+
+    engines = [part(0), part(1)]
+    yield engines
+    for engine in engines:
+        engine.close()

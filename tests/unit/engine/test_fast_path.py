@@ -20,40 +20,14 @@ from common.local_edges import _Peer
 from common.messages.edge import EdgeCredit
 from common.messages.engine import Cancel, Cancelled, CloseEdges, EdgeCarry, EdgesClosed, StageFaulted
 from common.messages.node_agent import Sampling
-from tests.unit.engine.stage_rig import LIMIT_S, Rig, Waits, now_ms, rows, wait_until
-from tests.unit.engine.tiny_model import TinySpec, write_model
+from tests.unit.engine.stage_rig import LIMIT_S, Rig, Waits, cut, now_ms, rows, wait_until
+from tests.unit.engine.tiny_model import TinySpec
 from worker.engine.engine import Engine
 from worker.engine.fast_path import Outcome
-from worker.engine.parts import Part
 from worker.engine.stage_port import EdgeObject
 
 PROMPT = [int(value) for value in np.random.default_rng(5).integers(3, 250, 9)]
 TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """A tiny model cut in two."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("halves")
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        yield from cut(folder / "m.gguf", TinySpec(kind="F32"))
-
-
-def cut(path: Path, spec: TinySpec) -> Iterator[list[Engine]]:
-    write_model(path, spec)
-
-    def part(index: int) -> Engine:
-        at = spec.layers // 2
-        span = (0, at) if index == 0 else (at, spec.layers)
-        engine = Engine.load(path, part_of=lambda _: Part(*span, index == 0, index == 1), threads=1)
-        engine.warm_up()
-        return engine
-
-    engines = [part(0), part(1)]
-    yield engines
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture

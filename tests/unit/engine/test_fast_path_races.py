@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,12 @@ from common.edge_records import decode_tokens
 from common.messages.edge import EdgeCredit
 from common.messages.engine import Cancel, Cancelled, EdgeCarry, EngineBegun, StageFaulted
 from tests.unit.engine.stage_rig import Rig, Waits, wait_until
-from tests.unit.engine.test_fast_path import PROMPT, cut, without
-from tests.unit.engine.tiny_model import TinySpec
+from tests.unit.engine.test_fast_path import PROMPT, without
 from worker.engine import stage_port
 from worker.engine.engine import Engine
 
 REQUESTS, TOKENS, ANSWER = 40, 12, 110
-
-
-@pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("halves")
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        yield from cut(folder / "m.gguf", TinySpec(kind="F32"))
+RUNS, RUNS_MAX = 5, 60
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +63,13 @@ def test_whatever_comes_in_between_the_answer_is_the_same(
 ) -> None:
     waits = Waits(monkeypatch)
     monkeypatch.setattr(stage_port, "ENGINE_HEARTBEAT_MS", 15)
-    for seed in range(5):
+    for seed in range(RUNS_MAX):
         with Rig(halves, tmp_path, direct=direct) as rig, Disturbance(rig, seed):
             assert rig.generate(PROMPT, ANSWER, settled=False) == answer
         assert not any(stage.said(StageFaulted) for stage in rig.stages.values())
+        # At full speed a stage of this size may never have waited for a token.
+        if seed >= RUNS - 1 and any(outcome.computed for _, outcome in waits.outcomes):
+            break
     assert any(outcome.computed for _, outcome in waits.outcomes)
 
 
