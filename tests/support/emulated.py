@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.cpu_native import _ARGS, _MATMUL, _QUANTISE, _REPACK, _ROWS, CONTROL_BYTES, Control, Kernels
+from worker.engine.cpu_native import (
+    _ARGS,
+    _MATMUL,
+    _QUANTISE,
+    _REPACK,
+    _ROWS,
+    CONTROL_BYTES,
+    Control,
+    Kernels,
+    act_bytes,
+)
 from worker.engine.cpu_objects import SOURCES, compile_object, zig
 from worker.engine.cpu_plan import KINDS, tiled_bytes
 from worker.engine.fast_path import _Departure, _FastPath
@@ -153,11 +163,11 @@ class EmulatedKernels(Kernels):
         if op == _MATMUL:
             kind, rows, columns, count = KINDS[args[0]], *args[1:4]
             out = count * -(-rows // 16) * 16 * 4
-            act = count * columns * 3 + 1024
+            act = act_bytes(count, columns)
             return _Sizes(count * columns * 4, tiled_bytes(kind, rows, columns), (4, 5), (out, act))
         if op == _QUANTISE:
             columns, count = args[2], args[3]
-            return _Sizes(count * columns * 4, 0, (5,), (count * columns * 3 + 1024,))
+            return _Sizes(count * columns * 4, 0, (5,), (act_bytes(count, columns),))
         assert op == _ROWS, op
         return _Sizes(args[1] * 4, 0, (2,), (args[1] * 4,))
 

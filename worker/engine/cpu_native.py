@@ -18,6 +18,7 @@ from worker.engine.cpu_plan import KINDS, ROWS_MAX
 from worker.engine.tinygrad_shim import Tensor, dtypes
 
 _STEP, _HELPER, _REPACK, _STREAM, _SCRATCH, _MATMUL, _QUANTISE, _ROWS, _STOP, _UNPACK, FAST_PATH = range(1, 12)
+_ACT_GROUP = 8
 CONTROL_BYTES = 1280
 PHASE_BYTES = 12 * 64  # of a block, at the start of the scratch memory
 _AHEAD, _ARGS, _POSITIONS = 24, 32, 176  # byte offsets within the control block
@@ -88,7 +89,7 @@ class Kernels:
         count, columns = x.shape
         padded = -(-rows // 16) * 16
         out = np.empty((count, padded), np.float32)
-        act = np.zeros(count * columns * 3 + 1024, np.uint8)
+        act = np.zeros(act_bytes(count, columns), np.uint8)
         args = (kind, rows, columns, count, out.ctypes.data, act.ctypes.data)
         self.run(_MATMUL, args, np.ascontiguousarray(x).ctypes.data, tiles.ctypes.data)
         return out[:, :rows]
@@ -96,14 +97,15 @@ class Kernels:
     def quantise(self, x: F32) -> F32:
         """x as the kernels see it: int8 times a scale for each 16 columns."""
         count, columns = x.shape
-        act = np.zeros(count * columns * 3 + 1024, np.uint8)
+        act = np.zeros(act_bytes(count, columns), np.uint8)
         data = np.ascontiguousarray(x)
         self.run(_QUANTISE, (0, 0, columns, count, 0, act.ctypes.data), data.ctypes.data)
-        codes = act[: count * columns].view(np.int8).reshape(count, -1, 16).astype(np.float32)
-        first = -(-count * columns // 64) * 64
-        scales = act[first : first + count * columns // 4].view(np.float32).reshape(count, -1, 1)
-        seen: F32 = (codes * scales).reshape(count, columns)
-        return seen
+        group, padded = _act_rows(count)
+        codes = act[: padded * columns].view(np.int8).astype(np.float32)
+        first = -(-padded * columns // 64) * 64
+        scales = act[first : first + padded * columns // 4].view(np.float32)
+        seen: F32 = codes.reshape(-1, 16) * scales[:, None]
+        return seen.reshape(-1, columns // 32, group, 32).swapaxes(1, 2).reshape(padded, columns)[:count]
 
     def unpack(self, kind: int, matrix: npt.NDArray[np.uint8], columns: int, rows: Sequence[int]) -> F32:
         """Chosen rows of a matrix as it lies in the file, (len(rows), columns)."""
@@ -118,6 +120,17 @@ class Kernels:
         out = np.zeros_like(x)
         self.run(_ROWS, (what, x.size, out.ctypes.data), np.ascontiguousarray(x).ctypes.data)
         return out
+
+
+def _act_rows(count: int) -> tuple[int, int]:
+    """Rows of quantised activations that lie together, and how many there are with the last group full (tiles.h)."""
+    group = 1 if count == 1 else _ACT_GROUP
+    return group, -(-count // group) * group
+
+
+def act_bytes(count: int, columns: int) -> int:
+    """Room for `count` rows of quantised activations with `columns` columns."""
+    return _act_rows(count)[1] * columns * 3 + 1024
 
 
 def load_kernels() -> Kernels | None:

@@ -60,6 +60,8 @@ AI char* take(char** at, i64 bytes) {
 }
 AI Act take_act(char** at, i64 rows, i64 columns) {
   Act a = {0};
+  a.group = rows == 1 ? 1 : ACT_GROUP;
+  rows = (rows + a.group - 1) / a.group * a.group;
   a.q = (i8*)take(at, rows * columns);
   a.d = (float*)take(at, rows * columns / 16 * 4);
   a.minus = (i32*)take(at, rows * columns / 16 * 4);
@@ -105,11 +107,11 @@ AI void norm_row(const float* x, const float* weight, float* out, i64 n, float e
 }
 
 AI void quantise_row(const float* x, const Act* a, i64 row) {
-  const i64 blocks = a->columns / 32;
+  const i64 blocks = a->columns / 32, first = first_block(a, row);
   for (i64 b = 0; b < blocks; b++) {
     float sums[2];
     UNROLL for (int half = 0; half < 2; half++) {
-      const i64 at = (row * blocks + b) * 2 + half;
+      const i64 at = (first + b * a->group) * 2 + half;
       const float* p = x + b * 32 + half * 16;
       nf top = bcast(0);
       UNROLL for (int part = 0; part < PARTS; part++) top = max_v(top, abs_v(load(p + part * VL)));
@@ -125,7 +127,7 @@ AI void quantise_row(const float* x, const Act* a, i64 row) {
       a->minus[at] = -sum_i(sum);
       a->s16[at] = sums[half] = d * (float)-a->minus[at];
     }
-    a->s[row * blocks + b] = sums[0] + sums[1];
+    a->s[first + b * a->group] = sums[0] + sums[1];
   }
 }
 

@@ -226,10 +226,13 @@ NI void mix(Step* s, const Layer* l, i64 layer) {
       q[n].last = s->c->position[row];
       q[n].first = l->window && q[n].last >= l->window ? q[n].last - l->window + 1 : 0;
     }
-    const u16* next = cache_of(s, layer, slot, head + 1 < p->kv_heads ? head + 1 : head, 0);
-    attend(q, n, cache_of(s, layer, slot, head, 0), cache_of(s, layer, slot, head, 1), dim, (float)p->attn_scale,
-           s->s.scores, s->s.score_stride, s->rows == 1 ? next : 0);
     i += n;
+    // What the next query rows read that these do not, even if another thread gets them.
+    const int more = i < per_head * p->kv_heads;
+    const i64 then_head = more ? i / per_head : head, then = more ? s->c->slot[i % per_head / group] : slot;
+    const int same = more && then_head == head && then == slot;
+    attend(q, n, cache_of(s, layer, slot, head, 0), cache_of(s, layer, slot, head, 1), dim, (float)p->attn_scale,
+           s->s.scores, s->s.score_stride, same ? 0 : cache_of(s, layer, then, then_head, 0));
   }
   finish(&s->walk, &part);
 }
