@@ -65,7 +65,7 @@ class Outcome:
         return f"{' '.join(self.cell):<42} {self.seconds:6.1f} of {self.allowed:3.0f} s  {verdict}"
 
 
-def play(cell: Cell, tries: int = 3) -> Outcome:
+def play(cell: Cell, tries: int = 5) -> Outcome:
     """Play one cell; failures are told in the outcome."""
     rule = rule_of(*cell)
     assert rule is not None

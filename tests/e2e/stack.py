@@ -29,7 +29,8 @@ from tools.prompt_client import PromptClient
 READY_S = 150.0  # two cores that others load, too; the phases have limits of their own
 STOP_S = 60.0
 GONE_S = 30.0  # of a loaded machine; a free one takes a second or two
-PID_S = 10.0
+PID_S = 30.0
+TAKEN_APART_S = 10.0  # what was killed, by the kernel; an orphan ends by itself only after 15 s
 POLL_S = 0.05
 LAUNCHER_ENVIRONMENT = frozenset({"PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CC", "CACHELEVEL"}) | {
     name for name in os.environ if name.startswith(("OMP_", "OPENBLAS_", "MKL_", "TOKENIZERS_", "XDG_CACHE"))
@@ -136,6 +137,14 @@ def wait_for(what: str, condition: Callable[[], Any], limit_s: float) -> Any:
             raise StackError(f"{what}: not within {limit_s:g} s")
         time.sleep(POLL_S)
     return value
+
+
+def wait_taken_apart(left: Callable[[], list[Process]], limit_s: float = TAKEN_APART_S) -> None:
+    """Nothing is left but what is dying already. Raises AssertionError."""
+    until = time.monotonic() + limit_s
+    while (found := left()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    assert not found, found
 
 
 class Archive:
@@ -344,13 +353,9 @@ class Stack:
             raise StackError(f"still running after {limit_s:g} s: {self.left()}, {last}") from None
 
     # --- judgements -------------------------------------------------------------------------------------------
-    def assert_nothing_left(self, limit_s: float = 5.0) -> None:
-        """No process, no run directory, no open handle in the ledger. limit_s: for what was killed, to be taken apart
-        by the kernel; what nobody has told to end does not end by itself so soon."""
-        until = time.monotonic() + limit_s
-        while (left := self.left()) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        assert not left, left
+    def assert_nothing_left(self, limit_s: float = TAKEN_APART_S) -> None:
+        """No process, no run directory, no open handle in the ledger."""
+        wait_taken_apart(self.left, limit_s)
         assert not self.run_dir.exists(), sorted(self.run_dir.rglob("*"))
 
     def assert_failed(self, limit_s: float = STOP_S) -> str:

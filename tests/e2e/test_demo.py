@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import COLOURS, COLOURS_TOKENS, GONE_S, Process, assert_right, processes, wait_for
+from tests.e2e.stack import (
+    COLOURS,
+    COLOURS_TOKENS,
+    GONE_S,
+    Process,
+    assert_right,
+    processes,
+    wait_for,
+    wait_taken_apart,
+)
 
 
 @pytest.fixture
@@ -53,7 +62,7 @@ def test_a_prompt(state: Path) -> None:
     assert_right(out[:-1])
     said = [line.split(" s  ", 1)[1] for line in err.splitlines()]
     assert said[0] == "services are up" and said[-2:] == ["ready for prompts", "everything is stopped"]
-    assert not left(state)
+    wait_taken_apart(lambda: left(state))
     assert len(list((state / "swactor-mq" / "demo").glob("*.jsonl"))) == 1
 
 
@@ -79,4 +88,4 @@ def test_a_wrong_model(state: Path, tmp_path: Path) -> None:
     assert (demo.returncode, out) == (1, "")
     lines = [line for line in err.splitlines() if line.startswith("demo: ")]
     assert len(lines) == 2 and "not a GGUF file" in lines[0] and "mvp-archive" in lines[1]
-    assert not left(state)
+    wait_taken_apart(lambda: left(state))

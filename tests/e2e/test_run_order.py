@@ -19,6 +19,7 @@ from tests.e2e.stack import (
     COLOURS,
     COLOURS_TOKENS,
     LONG,
+    READY_S,
     Record,
     Stack,
     StackError,
@@ -28,7 +29,8 @@ from tests.e2e.stack import (
 )
 from tools.prompt_client import PromptClient, PromptClientError
 
-LAG_MS = 1000  # of the archive behind what it tells
+LOOKS = 20
+MARKED = 4711  # a request id that no other prompt has
 SECRET = "hf_thisMustNeverBeSeenAnywhere00"
 
 ORDER = [
@@ -82,21 +84,16 @@ def first_seen(records: list[Record], steps: list[tuple[str, str]]) -> list[tupl
 
 
 @pytest.mark.spec("S1 9.4", "S1 4.10")
-def test_no_prompt_rpc_before_weights(run: Stack) -> None:
-    """Until the weights are loaded no process of the run listens on TCP at all."""
-    looks = 0
-    while run.archive.find("weights_loaded", "ready") is None:
-        at_ms = time.time_ns() // 1_000_000
-        if ports := listening({process.pid for process in run.left()}):
-            # The archive lags behind: the weights must have been ready when this look began.
-            loaded = run.wait_record("weights_loaded", "ready", 10)
-            gateway = run.pid("prompt_gateway")
-            assert ports == listening({gateway}) and loaded.unix_ms - at_ms < LAG_MS, ports
-            break
-        looks += 1
-        assert run.process is not None and run.process.poll() is None, run.stderr
-        time.sleep(0.1)
-    assert looks > 5
+def test_no_prompt_rpc_before_weights(run: Stack, tmp_path: Path) -> None:
+    """However long they take: until the weights are loaded no process of the run listens on TCP at all."""
+    with Stack(args=held_worker(tmp_path, "weights_loaded")) as held:
+        assert held.process is not None
+        looks, until = 0, time.monotonic() + READY_S
+        while looks < LOOKS:
+            assert time.monotonic() < until and held.process.poll() is None, held.stderr
+            assert not listening({process.pid for process in held.left()})
+            looks += held.archive.find("stage_provision_send", "sent") is not None
+            time.sleep(0.1)
     host, _, port = run.addr().rpartition(":")
     assert host == "127.0.0.1"
     assert int(port) in listening({run.pid("prompt_gateway")})
@@ -118,7 +115,8 @@ def test_phases_come_in_order(run: Stack) -> None:
     assert all(record.body["node_id"] == 1 for record in records if record.phase != "worker_datastream")
     assert not [record for record in records if record.status == "failed"]
 
-    swim = archive.one("node_swim", "ready")
+    # On a busy machine a worker that has just been seen may be suspected and seen again.
+    swim = archive.find("node_swim", "ready")
     assert archive.one("provider_start", "ready").seq < swim.seq < archive.find("runtime_ready_ack", "sent").seq  # type: ignore[union-attr]
 
     spec = archive.one("node_spec", "ready").detail
@@ -135,11 +133,9 @@ def test_phases_come_in_order(run: Stack) -> None:
 def test_every_source_is_in_the_archive(run: Stack) -> None:
     """The orchestrator, SWIM, the provisioner and the worker's own stream; positions without a hole."""
     run.addr()
-    wait_for("the worker's stream", lambda: any(r.channel == "mvp.node.stage" for r in run.archive.records()), 60)
-    records = list(run.archive.records())
-    channels = {record.channel for record in records}
-    assert {"mvp.orch.bootstrap", "mvp.swim.membership", "mvp.orch.stage_route", "mvp.provisioning.events"} <= channels
-    assert {"mvp.node.bootstrap", "mvp.node.stage"} <= channels
+    wanted = {"mvp.orch.bootstrap", "mvp.swim.membership", "mvp.orch.stage_route", "mvp.provisioning.events"}
+    wanted |= {"mvp.node.bootstrap", "mvp.node.stage"}
+    wait_for("every source", lambda: wanted <= {record.channel for record in run.archive.records()}, 60)
     # The last one may be on its way into the file.
     frames = [json.loads(line) for line in run.archive.path.read_bytes().split(b"\n")[:-1]]
     assert [frame["arrival_seq"] for frame in frames] == list(range(len(frames)))
@@ -180,10 +176,10 @@ def test_a_second_client_waits_for_the_first(run: Stack) -> None:
     with run.client() as first, run.client() as second:
         engine = run.pid("engine")
         ended = len(run.archive.prompts("prompt_complete"))
-        stream = first.submit(LONG, max_tokens=100)
-        assert isinstance(next(stream), TextDeltaLine)
         os.kill(engine, signal.SIGSTOP)  # the first answer lasts until the second prompt is there
         try:
+            stream = first.submit(LONG, max_tokens=100, request_id=MARKED)
+            wait_for("the first one is active", lambda: MARKED in sent_to_worker(run), 60)
             waiting = second.submit(COLOURS, max_tokens=COLOURS_TOKENS, queued_events=True)
             assert isinstance(next(waiting), QueuedLine)
         finally:
@@ -365,9 +361,9 @@ def test_a_stop_during_start_up(phase: str, status: str, how: str, waiting_for: 
 
 @pytest.mark.spec("S1 10.14")
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.4, 1.2])
-def test_a_stop_before_the_services_are_up(after_s: float) -> None:
-    """The launcher itself is interrupted: one sentence, status 1, nothing left."""
-    with Stack() as stack:
+def test_a_stop_before_the_services_are_up(after_s: float, tmp_path: Path) -> None:
+    """The launcher itself is interrupted: one sentence, status 1, nothing left. However late: no worker comes up."""
+    with Stack(args=held_worker(tmp_path, "provider_start")) as stack:
         assert stack.process is not None
         # The interpreter needs a moment before anybody can take a signal.
         wait_for("the launcher", lambda: stack.left() and ready_for_signals(stack.process.pid), 60)  # type: ignore[union-attr]
@@ -379,6 +375,11 @@ def test_a_stop_before_the_services_are_up(after_s: float) -> None:
 
 
 # --- helpers --------------------------------------------------------------------------------------------------
+
+
+def sent_to_worker(run: Stack) -> list[object]:
+    """The clients' ids of the prompts that were sent to the worker."""
+    return [record.body["request_id"] for record in run.archive.prompts("node_prompt_send")]
 
 
 def ready_for_signals(pid: int) -> bool:
