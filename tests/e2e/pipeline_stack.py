@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,12 +19,18 @@ PARAGRAPH = (
 
 
 def stage_pids(stack: Stack, part: str) -> list[int]:
-    """The processes of a part in the order of the stages: node ids stand in the paths of their launch files."""
-    found = [process for process in stack.left() if process.part == part]
+    """The processes of a part in the order of the stages: node ids stand in the paths of their launch files. Between
+    fork and exec an engine looks like its agent, and one that has lost its agent is on its way out: neither counts."""
+    left = sorted(stack.left(), key=lambda process: process.command)
+    agents = [process.pid for process in left if process.part == "agent"]
+    agents = [pid for pid in agents if _parent(pid) not in agents]
+    if part == "agent":
+        return agents
+    found = [process.pid for process in left if process.part == part]
     if part == "engine":
-        agents = stage_pids(stack, "agent")
-        return sorted((process.pid for process in found), key=lambda pid: agents.index(_parent(pid)))
-    return [process.pid for process in sorted(found, key=lambda process: process.command)]
+        of_agent = {_parent(pid): pid for pid in found}
+        return [of_agent[agent] for agent in agents if agent in of_agent]
+    return found
 
 
 def stage_pid(stack: Stack, part: str, stage: int, limit_s: float = 30) -> int:
@@ -39,8 +46,10 @@ def stage_pid(stack: Stack, part: str, stage: int, limit_s: float = 30) -> int:
 
 
 def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
+    """0 for a process that has just ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
+    return 0
 
 
 class ProcessHarm:

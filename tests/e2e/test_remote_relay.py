@@ -111,7 +111,7 @@ def test_two_operators_use_one_relay_and_a_hostile_one_reaches_neither(relay: Re
         for stack in (first, second):
             stack.say("stop\n")
             stack.assert_stopped("stdin")
-    wait_for("both runs to have taken their workers off", lambda: set(relay.workers().values()) == {pair.public}, 30)
+    wait_for("both runs to have taken their workers off", lambda: set(relay.workers().values()) == {pair.public}, 90)
     assert relay.stop() == 0
 
 

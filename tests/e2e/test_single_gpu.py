@@ -102,6 +102,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.spec("S2 8", "S2 5", "S2 1", "S2 4.1", "S2 4.2")
 def test_two_processes_with_the_stub_worker_and_nothing_is_left(place: Place) -> None:
     key = place.start("--stub")
+    place.heard("worker ready")  # who asks before that is told so
     assert place.ask("--seed", key, "--prompt", "hello") == (
         0,
         "[stub] hello\n",

@@ -128,7 +128,9 @@ def test_a_crash_of_the_worker_shows_the_remote_log_and_destroys(renter: Renter)
 @pytest.mark.spec("S2 7.3.5")
 def test_no_answer_within_the_limit(renter: Renter) -> None:
     status, _, said = renter.ask("__hang__", "--limit-s", "8")
-    assert status == 1 and "no answer within 8 s: the worker did not answer" in said and "remote: gpu-node: " in said
+    # On a busy machine the prompt may be there before the worker is ready: that is said, then and at the end.
+    why = "was still loading" if "still loading; asking again" in said else "did not answer"
+    assert status == 1 and f"no answer within 8 s: the worker {why}" in said and "remote: gpu-node: " in said
     renter.given_back(1)
 
 

@@ -122,6 +122,8 @@ def test_a_run_under_supervisord(hosted: Hosted) -> None:
     assert hosted.rpc.stopProcess("orchestrator")
     info = hosted.rpc.getProcessInfo("orchestrator")
     assert (info["exitstatus"], info["spawnerr"]) == (0, "")
+    # The collector lives on, and need not have written what the orchestrator said last when that one has ended.
+    wait_for("the end on record", lambda: hosted.archive.find("orch_exit", "ready"), 60)
     assert hosted.archive.one("shutdown", "started").detail["source"] == "SIGTERM"
     assert hosted.archive.one("orch_exit", "ready").detail == {"result": "ok"}
     assert hosted.log("orchestrator") == ""

@@ -41,8 +41,8 @@ def test_a_part_that_is_killed_is_the_cause(part: str, cause: str) -> None:
         assert lines[3].startswith("what to do: ") and "oom" in lines[3]
         timeline = lines[lines.index("timeline:") + 1 :]
         assert len(timeline) > 20
-        # A worker that ends by itself may be reported gone after that.
-        assert any("orch_exit failed" in line for line in timeline[-3:])
+        # What others say of the worker's end may come after that.
+        assert any("orch_exit failed" in line for line in timeline[-6:])
 
 
 @pytest.mark.spec("S1 10.15")

@@ -15,13 +15,14 @@ from tests.e2e.stack import LONG, Asker, Stack, wait_for
 
 RESTART = 'on_worker_loss = "restart"'
 TOKENS = 90
+MANY_TOKENS = 2000  # of an answer that is under way, however late its worker is killed
 FROZEN_S = 18  # longer than a broker and a session wait, shorter than any silence limit
 SAMPLED = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2}
 
 
-def begun(stack: Stack, deltas: int, **options: Any) -> Asker:
+def begun(stack: Stack, deltas: int, max_tokens: int = TOKENS, **options: Any) -> Asker:
     """An answer of which some text is there."""
-    asker = Asker(stack.addr(), LONG, max_tokens=TOKENS, **options)
+    asker = Asker(stack.addr(), LONG, max_tokens=max_tokens, **options)
     wait_for("text", lambda: sum(line["type"] == "text_delta" for line in list(asker.lines)) >= deltas, 120)
     return asker
 
@@ -109,7 +110,7 @@ def test_a_worker_is_replaced_although_the_gateway_or_the_bus_was_frozen_meanwhi
 
 def test_when_the_restarts_are_spent_the_run_fails_as_without_them() -> None:
     with Stack(args=("--pipeline-stages", "2"), runtime=RESTART) as stack:
-        asker = begun(stack, 3)
+        asker = begun(stack, 3, MANY_TOKENS)
         for count in range(4):
             known = [process.pid for process in stack.left() if process.part == "agent"]
             os.kill(stage_pid(stack, "agent", 1), signal.SIGKILL)
@@ -129,10 +130,12 @@ def new_agents(stack: Stack, known: list[int]) -> list[int]:
 def test_the_one_worker_of_direct_mode_is_replaced_too() -> None:
     with Stack(runtime=RESTART) as stack:
         undisturbed = ended(begun(stack, 1))
-        for part in ("agent", "engine"):
+        for count, part in enumerate(("agent", "engine")):
             pid = stack.pid(part)
             asker = begun(stack, 4)
             os.kill(pid, signal.SIGKILL)
             assert facts(ended(asker)) == facts(undisturbed)
+            # An answer that was whole before the kill does not wait for the next worker.
+            wait_for("the record", lambda count=count: len(restarted(stack)) > count, 60)
         stack.say("stop\n")
         stack.assert_stopped("stdin")

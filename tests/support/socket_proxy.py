@@ -106,16 +106,19 @@ class SocketProxy:
                 except OSError:
                     client.close()
                     continue
-                self._links.append((client, server))
+                link = (client, server)
+                self._links.append(link)
                 for way, source, target in (("there", client, server), ("back", server, client)):
-                    threading.Thread(target=self._pump, args=(way, source, target), daemon=True).start()
+                    threading.Thread(target=self._pump, args=(link, way, source, target), daemon=True).start()
 
     def _pass_if_thawed(self) -> None:
         with self._state:
             while self._frozen:
                 self._state.wait()
 
-    def _pump(self, way: str, source: socket.socket, target: socket.socket) -> None:
+    def _pump(
+        self, link: tuple[socket.socket, socket.socket], way: str, source: socket.socket, target: socket.socket
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(CHUNK_BYTES):
                 self._pass_if_thawed()
@@ -123,6 +126,8 @@ class SocketProxy:
                 with self._state:
                     self.passed += len(data)
                 self._cut_if_due()
+        with contextlib.suppress(ValueError):
+            self._links.remove(link)
         for end in (source, target):
             if end not in self._kept:
                 with contextlib.suppress(OSError):
