@@ -122,6 +122,7 @@ class BrokerHost(BaseHost):
         if now_ms < self._due_ms and not self.pure.touched and not self.node.system.busy:
             return
         self.pure.touched = False
+        self.expire(now_ms)
         for _ in range(EFFECT_ROUNDS_MAX):
             self.node.tick(now_ms, wall_ms)
             effects = self.node.take_effects()

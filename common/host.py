@@ -156,6 +156,12 @@ class BaseHost:
         times = [now_ms + IDLE_TURN_MS, *(at for at, _ in self._deadlines)]
         return times if deadline is None else [*times, deadline]
 
+    def expire(self, now_ms: int) -> None:
+        """Jobs whose time is over are told so."""
+        for item in [item for item in self._deadlines if item[0] <= now_ms]:
+            self._deadlines.remove(item)
+            item[1]()
+
     def turn(self) -> None:
         """One pump cycle (S1 5.1): wait, frames in, actors, frames out."""
         now = self.loop.now_ms()
@@ -172,9 +178,7 @@ class BaseHost:
         """Everything of a turn but the wait."""
         now, wall = self.loop.now_ms(), self.loop.wall_ms()
         self._more = self.receive(now, wall)
-        for at, expire in [item for item in self._deadlines if item[0] <= now]:
-            self._deadlines.remove((at, expire))
-            expire()
+        self.expire(now)
         for _ in range(EFFECT_ROUNDS_MAX):
             self.node.tick(now, wall)
             effects = self.node.take_effects()
