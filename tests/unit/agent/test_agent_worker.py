@@ -60,8 +60,8 @@ def test_a_worker_joins_loads_answers_and_tears_down(start: Start) -> None:
     worker = start()
     report = worker.ready()
     assert report.endpoint.node_key == worker.keys.public
-    assert worker.host.node.views.routes.owner(report.node_actor) is not None
-    assert worker.host.node.views.routes.owner(report.datastream_publisher) is not None
+    routes = worker.host.node.views.routes
+    worker.bus.until(lambda: routes.owner(report.node_actor) and routes.owner(report.datastream_publisher), 60)
     worker.provision()
     worker.wait_for(ObserveWeightsReady)
     worker.wait_for(ObserveStageReady)

@@ -110,6 +110,7 @@ class World:
 
     def order(self, msg: Any, answer: type, limit_s: float = 60) -> Any:
         before = len(self.told(answer))
+        self.bus.until(lambda: self.host.node.views.routes.named(self.orchestrator.To[type(msg)]), 60)
         self.host.deliver(self.address, msg)
         self.bus.until(lambda: len(self.told(answer)) > before, limit_s)
         return self.told(answer)[-1]
@@ -151,6 +152,8 @@ def test_every_kind_of_observation_arrives_as_its_record(world: World) -> None:
     world.order(StartNode(spec=spec, run=b"\x01" * 16, orchestrator=world.address), NodeStarted)
     world.go.touch()
     world.bus.until(lambda: world.told(NodeExited), 60)
+    # What the provisioner records goes another way than what it answers.
+    world.bus.until(lambda: b"exited with status 7" in world.log.read_bytes(), 60)
     world.order(Flush(), Flushed)
     records = world.records()
 

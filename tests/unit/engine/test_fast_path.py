@@ -531,7 +531,7 @@ def test_traffic_is_counted_as_without(last: Last, waits: Waits) -> None:
     wait_until(lambda: not last.stage.edges.held(3))
     counts = {count.edge_id: count for count in last.stage.edges.traffic.take()}
     assert counts[2].records == counts[3].records == 2
-    assert 50 <= (counts[2].held_ms or 0) < 5000 and 50 <= (counts[3].latency_ms or 0) < 5000
+    assert 50 <= (counts[2].held_ms or 0) < 60_000 and 50 <= (counts[3].latency_ms or 0) < 60_000
 
 
 def test_a_stage_that_is_busy_with_something_else_still_answers_on_its_edges(last: Last) -> None:

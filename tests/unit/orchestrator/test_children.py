@@ -117,7 +117,7 @@ def test_a_service_that_ended_leaves_no_descriptor(family: Children, files: dict
         child = family.start(Role.MEMBERSHIP, files[Role.MEMBERSHIP].with_name("nothing.json"))
         child.process.wait(60)
         child.ended()
-    assert held() == before
+    assert held() <= before  # what an earlier test has left may go meanwhile
     assert sum(stream == "stderr" and b"nothing.json" in line for _, stream, line in lines) == 3
 
 

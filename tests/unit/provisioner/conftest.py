@@ -137,7 +137,7 @@ class Stage:
         self._started: list[tuple[ProcessProvider, PluginNodeHandle]] = []
 
     def start(
-        self, habit: str, *, grace_ms: int = 2000, environment: dict[str, str] | None = None, **more: object
+        self, habit: str, *, grace_ms: int = 60_000, environment: dict[str, str] | None = None, **more: object
     ) -> tuple[ProcessProvider, PluginNodeHandle, Watched]:
         redact = more.pop("redact", bytes)
         assert callable(redact)

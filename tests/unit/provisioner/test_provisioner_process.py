@@ -122,6 +122,7 @@ class World:
         return {**os.environ, "XDG_STATE_HOME": str(self.state), "SMQ_VALIDATE": "1"}
 
     def order(self, msg: Any) -> None:
+        self.bus.until(lambda: self.host.node.views.routes.named(Role.PROVISIONER), 60)
         self.host.deliver(self.address, msg)
 
     def until(self, kind: type, limit_s: float = 60) -> Any:

@@ -183,7 +183,15 @@ def test_a_destruction_that_is_never_proven_stays_owed(market: VastStage, monkey
 def test_a_start_can_be_cancelled(market: VastStage) -> None:
     market.fake.offer(behaviour="stuck")
     provider, handle_id = market.provider(), market.handle_id()
-    threading.Timer(0.7, provider.cancel_start, (handle_id,)).start()
+
+    def cancel() -> None:
+        until = time.monotonic() + 60
+        while not market.fake.created and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)  # while its machine is waited for
+        provider.cancel_start(handle_id)
+
+    threading.Thread(target=cancel, daemon=True).start()
     begin = time.monotonic()
     with pytest.raises(ProviderError, match="the start was cancelled"):
         market.start(provider, handle_id)
