@@ -29,6 +29,7 @@ STOP_ORDER: tuple[tuple[str, ...], ...] = (
 FATAL: frozenset[Role] = frozenset({Role.GATEWAY, Role.PROVISIONER})
 """Services whose run state dies with them; the others are restarted and ask their peers again."""
 
+WAIT_SLICE_S = 0.1
 STOP_MS: Mapping[str, int] = {Role.PROVISIONER: 10_000}
 """Longer than SERVICE_STOP_MS: after a run that broke off it still has workers to stop. Killed, it would leave them."""
 CLEANUP_LIMIT_S = 30
@@ -129,12 +130,15 @@ class Children:
             children = [self.running.pop(role) for role in group if role in self.running]
             for child in children:
                 child.process.terminate()
-            started = time.monotonic()
+            waited_s = 0.0
             for child in children:
-                until = started + STOP_MS.get(child.role, SERVICE_STOP_MS) / 1000
-                try:
-                    child.process.wait(max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
+                # In slices: while the machine stands still nobody can end, and nobody is killed for that.
+                while child.process.poll() is None and waited_s * 1000 < STOP_MS.get(child.role, SERVICE_STOP_MS):
+                    try:
+                        child.process.wait(WAIT_SLICE_S)
+                    except subprocess.TimeoutExpired:
+                        waited_s += WAIT_SLICE_S
+                if child.process.poll() is None:
                     child.process.kill()
                     child.process.wait()
                 child.ended()
