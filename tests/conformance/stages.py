@@ -71,6 +71,9 @@ class SimStage:
         peer.frozen_until, peer._wake_at = self.world.now, -1
         peer.wake(self.world.now)
 
+    def now(self) -> float:
+        return self.world.now / 1000
+
     def until(self, fact: Callable[[], object], limit_s: float) -> float:
         began = self.world.now
         assert self.world.run(int(limit_s * 1000), fact), f"not true within {limit_s} s"
@@ -144,6 +147,9 @@ class RealStage:
 
     def _running(self) -> list[Any]:
         return [host for host in self._bus.hosts if host not in self._stopped]
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def until(self, fact: Callable[[], object], limit_s: float) -> float:
         return self._bus.until(fact, limit_s * self.patience, *self._running())

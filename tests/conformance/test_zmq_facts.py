@@ -194,6 +194,7 @@ def test_a_stopped_peer_gets_everything_at_once_and_in_order_when_it_goes_on(lab
     until(lambda: sent(dealer, b"0"))
     assert until(lambda: received(dealer)) == [b"0"]
     os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     assert all(sent(dealer, b"%d" % number) for number in range(1, 500))
     time.sleep(0.3)
     assert received(dealer) is None
@@ -275,7 +276,8 @@ def test_an_oversized_frame_ends_the_connection_and_takes_the_next_one_with_it(l
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     until(lambda: sent(dealer, b"small"))
     assert until(lambda: received(router))[1] == b"small"
-    assert sent(dealer, bytes(2000)) and sent(dealer, b"behind it")
+    # On a busy machine the connection may have ended before there is a next one.
+    until(lambda: sent(dealer, bytes(2000)) and sent(dealer, b"behind it"))
     assert monitor.poll(LIMIT_S * 1000)
     assert until(lambda: (sent(dealer, b"again"), received(router))[1])[1] == b"again", "what was behind it is lost"
     dealer.disable_monitor()
