@@ -8,12 +8,17 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tools.spec import normalise
 
 # In CI a missing compiler, model or tool must not turn into a green run that proved nothing.
 SKIPS_FAIL = os.environ.get("CI", "").lower() in ("true", "1")
 E2E = Path(__file__).parent / "e2e"
+
+# How long an example takes says how busy this machine is, and nothing of what it tries.
+settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 _started = time.monotonic()
 
