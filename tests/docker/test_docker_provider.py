@@ -33,7 +33,7 @@ def looks(watched: Any) -> dict[str, Any]:
 
 @pytest.mark.spec("S1 5.4", "S1 8.9")
 def test_a_polite_worker_is_heard_stopped_and_removed(stage: Any) -> None:
-    provider, handle, watched = stage.start("polite")
+    provider, handle, watched = stage.start("polite", stage.provider(grace_ms=60_000))
     watched.wait(lambda seen: StdoutLine("ready") in seen and StderrLine("careful") in seen)
     provider.stop_node(handle, False)
     assert watched.ended() == Exited(0, "exited with status 0")

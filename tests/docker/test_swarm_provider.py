@@ -63,10 +63,10 @@ class Stage:
         handle_id = f"cafe0123-{self._count}-{os.getpid():x}{time.monotonic_ns():x}"
         return provider, provider.start_node(handle_id, wanted, launch, watched), watched
 
-    def on_node(self, number: int) -> SwarmProvider:
+    def on_node(self, number: int, **more: Any) -> SwarmProvider:
         """A provider whose tasks run on that node only."""
         name = next(node["ID"] for node in self.swarm.raw_nodes() if node["Status"]["Addr"] == NODES[number - 1][1])
-        return self.provider(constraints=[f"node.id == {name}"])
+        return self.provider(constraints=[f"node.id == {name}"], **more)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def gone(swarm: TestSwarm) -> None:
 
 @pytest.mark.spec("S1 5.4", "S1 7.5", "S1 8.9")
 def test_a_polite_worker_is_heard_stopped_and_removed(stage: Stage) -> None:
-    provider, handle, watched = stage.start("polite", stage.on_node(2))
+    provider, handle, watched = stage.start("polite", stage.on_node(2, grace_ms=60_000))
     watched.wait(lambda seen: StdoutLine("ready") in seen and StderrLine("careful") in seen, WAIT_S)
     assert any(isinstance(item, ProviderLine) and "runs on swarm node" in item.line for item in watched.seen)
     assert stage.swarm.workers() == ["node2 running"]
