@@ -96,7 +96,16 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
     found = list(Path("/tmp").glob(f"smq-{own}-????????"))
     if runtime := environ.get("XDG_RUNTIME_DIR", ""):
         found += Path(runtime).glob("smq-????????")
-    return sorted(path for path in found if not path.is_symlink() and path.is_dir() and path.stat().st_uid == own)
+    return sorted(path for path in found if _is_directory_of(path, own))
+
+
+def _is_directory_of(path: Path, owner: int) -> bool:
+    """False also for one that another run removes at this moment."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner
 
 
 def _if_nobodys(path: Path, then: Callable[[Path], None]) -> bool:
