@@ -41,7 +41,7 @@ def worker(tmp_path: Path) -> Iterator[RealWorker]:
 def cancelled_in_time(worker: RealWorker, count: int) -> bool:
     """Cancel the next answer when it has begun; whether it was known still."""
     request_id = 100 + count
-    worker.tell(InferPrompt(request_id=request_id, prompt="Count to one thousand.", reply_to=worker.address))
+    worker.tell(InferPrompt(request_id=request_id, prompt="Tell me a very long story.", reply_to=worker.address))
     worker.bus.until(lambda: any(delta.request_id == request_id for delta in worker.heard(TextDelta)), 60)
     worker.tell(CancelRequest(request_id=request_id))
     return worker.wait_for(RequestCancelled, count=count).known
