@@ -49,7 +49,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Event: send what is pending now, not in 20 ms: the process is about to end."""
+    """Event: send what is pending now, not with its batch: the process is about to end."""
 
 
 def orchestrator_stream(run_id: int) -> StreamId:
@@ -218,7 +218,7 @@ class ObserverActor(Actor):
                 self._flush(ctx)
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """ "batch": the 20 ms of a batch are over; "retry": the pause after a failed send is."""
+        """ "batch": a batch's time is over; "retry": the pause after a failed send is."""
         if key == "retry":
             self._holding = False
         else:

@@ -201,6 +201,9 @@ class DatastreamPublisherActor(Actor):
         self.on_subscribe = on_subscribe
         self._batching = False
         self._holding = False
+        self._outlived = False
+        """The subscriber's process is over: its actor does not come back, even while the routes still name it. Only a
+        new subscription helps, and what is sent before is lost without a word if we end first."""
         self._backoff = Backoff()
 
     @property
@@ -222,7 +225,7 @@ class DatastreamPublisherActor(Actor):
                 self._due(ctx)
             case DatastreamSubscribe():
                 if accepted := self.endpoint.subscribe(msg):
-                    self._holding = False
+                    self._holding = self._outlived = False
                     self._backoff.reset()
                     ctx.cancel("retry")
                     if self.on_subscribe:
@@ -231,7 +234,10 @@ class DatastreamPublisherActor(Actor):
             case SendFailed():
                 if isinstance(msg.message, StreamFrames):
                     self.endpoint.put_back(msg.message)
-                    if not self._holding:
+                    to = self.endpoint.subscription
+                    if msg.reason == "peer_lost" and to is not None and msg.dst == to.collector:
+                        self._outlived = True
+                    elif not self._holding:
                         self._holding = True
                         ctx.timer("retry", self._backoff.next_ms(ctx.now_ms))
             case Drain() | StopSignal():
@@ -239,7 +245,7 @@ class DatastreamPublisherActor(Actor):
                 self._pump(ctx)
 
     def on_timer(self, key: str, ctx: Ctx) -> None:
-        """ "batch": 20 ms are over; "retry": the pause after a failed send is."""
+        """ "batch": a batch's time is over; "retry": the pause after a failed send is."""
         if key == "retry":
             self._holding = False
         else:
@@ -262,7 +268,7 @@ class DatastreamPublisherActor(Actor):
             ctx.timer("batch", STREAM_BATCH_MS)
 
     def _pump(self, ctx: Ctx) -> None:
-        if self._holding or not self._is_there(ctx):
+        if self._holding or self._outlived or not self._is_there(ctx):
             return
         while (message := self.endpoint.take()) is not None and self.endpoint.subscription is not None:
             ctx.send(self.endpoint.subscription.collector, message)

@@ -201,6 +201,8 @@ class BaseHost:
         """Leave: what was accepted gets up to EXIT_DRAIN_MS to be acknowledged."""
         self.node.system.broadcast(Drain())
         self.pump()
+        self.node.ask_for_acks()
+        self.pump()
         until = time.monotonic() + EXIT_DRAIN_MS / 1000
         while self.node.unsettled and self.node.link.up and time.monotonic() < until:
             self.turn()

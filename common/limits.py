@@ -5,7 +5,7 @@ from __future__ import annotations
 # --- the wire ---------------------------------------------------------------------------------------------------
 ENVELOPE_BYTES_MAX = 4 * 1024 * 1024  # the fuse of one frame; prompts are bounded at 1 MiB, stream batches at 64 KiB
 STREAM_BATCH_BYTES_MAX = 64 * 1024  # keeps one batch below a socket buffer, so that control is never far behind
-STREAM_BATCH_MS = 20  # a person cannot see it, and it cuts the envelopes of a chatty worker by ten
+STREAM_BATCH_MS = 50  # a person cannot see it, and each batch wakes three processes on the cores that models run on
 
 # --- link (common/link.py) --------------------------------------------------------------------------------------
 HELLO_RESEND_MS = 250  # a Hello may meet a broker that is not up yet
@@ -34,7 +34,7 @@ SESSION_IDLE_MS = 15 * 60_000  # far beyond every retransmission: then a session
 HELD_MESSAGES_MAX = 4096  # sends without a route yet; beyond it a send fails as if a queue were full
 RETRANSMIT_MS_MIN = 500
 RETRANSMIT_MS_MAX = 5000
-ACK_DELAY_MS = 20  # an answer usually carries the ack within this time
+ACK_DELAY_MS = 100  # far below a repetition; each ack by itself wakes three processes, so a stream of messages gets few
 ACK_EVERY_MESSAGES = 64  # a quarter of the window, so that a fast sender never stalls on a delayed ack
 OWN_RETRY_MS = 1000  # a node's own Register and Watch after a failure: the way may be gone for long
 UNROUTABLE_HOLD_MS = 5000  # a route may be on its way (design.md 3)

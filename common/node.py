@@ -146,6 +146,10 @@ class Node:
         taken, self.resets = self.resets, []
         return taken
 
+    def ask_for_acks(self) -> None:
+        """A node that leaves does not wait until its peers acknowledge by themselves."""
+        self.frames += self._sessions.repeated_last()
+
     def goodbye(self, planes: Iterable[Plane] = PLANES) -> None:
         """Leave: what has arrived is acknowledged, then routes and bindings go at once. One Goodbye a plane, because
         planes overtake each other and an ack behind the Goodbye would be dropped."""

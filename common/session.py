@@ -163,6 +163,10 @@ class Session:
         self._ack_at, self._ack_owed = None, 0
         return self.ack_frame()
 
+    def repeated_last(self) -> bytes | None:
+        """What was sent last once more, for a node that leaves: a repetition is acknowledged at once."""
+        return self._frame(self._unacked[-1]) if self._unacked else None
+
     def ack_frame(self) -> bytes:
         """A datagram that carries only boots and the ack."""
         return self._frame(Item(0, bytes(16), self.me, self.peer, 0, Ack(), _FILLER_TAG, _FILLER))

@@ -106,6 +106,11 @@ class SessionTable:
         acks = ((plane, session.owed_ack()) for (_, plane), session in self._stirred.items())
         return [(plane, frame) for plane, frame in acks if frame is not None]
 
+    def repeated_last(self) -> list[tuple[Plane, bytes]]:
+        """For a node that waits for its last acks."""
+        frames = ((plane, session.repeated_last()) for (_, plane), session in self._stirred.items())
+        return [(plane, frame) for plane, frame in frames if frame is not None]
+
     @property
     def unsettled(self) -> int:
         """Messages that their receivers may still acknowledge."""

@@ -40,7 +40,7 @@ class Records:
         self._send(ctx, "node_prompt_event", "dropped", self._client_ids.get(prompt_id, ""), detail)
 
     def _send(self, ctx: Ctx, phase: str, status: str, request_id: int | str, detail: Mapping[str, Any]) -> None:
-        # Batches on the way to the collector blur its clock by 20 ms; latencies are measured by this one.
+        # Batches on the way to the collector blur its clock (STREAM_BATCH_MS); latencies are measured by this one.
         detail = {**detail, "unix_ms": ctx.wall_ms}
         payload = prompt_record(phase, status, self._run_id, self._node_id, request_id, detail)
         ctx.observe(CHANNEL_PROMPT, payload, SOURCE_ORCHESTRATOR)

@@ -315,6 +315,24 @@ def test_a_sign_of_the_peer_ends_the_hold() -> None:
     assert session.on_undeliverable(1001, "full", 20_000) == [], "a full pipe is the window's business"
 
 
+def test_what_is_repeated_is_acknowledged_at_once() -> None:
+    """A node that leaves asks so for the acks that others would delay."""
+    first, receiver = sender(), Session(B, 2, A, Plane.PROMPT)
+    receiver.note_boot(1)
+    assert first.repeated_last() is None
+    for number in (1, 2, 3):
+        first.send(item(number))
+    for frame in first.poll(0):
+        receiver.on_envelope(decode_envelope(frame), 0)
+    assert receiver.poll(1) == []
+    again = first.repeated_last()
+    assert again is not None
+    assert receiver.on_envelope(decode_envelope(again), 1) == [], "delivered once"
+    (ack,) = receiver.poll(1)
+    first.on_ack(decode_envelope(ack).ack, 2)
+    assert first.outstanding == 0 and first.repeated_last() is None
+
+
 def test_acks_are_delayed_and_carried_by_answers() -> None:
     first, receiver = sender(), Session(B, 2, A, Plane.PROMPT)
     receiver.note_boot(1)

@@ -156,6 +156,24 @@ def test_a_worker_redacts_its_own_stream() -> None:
     assert message.frames[0].payload == b"token <redacted>"
 
 
+@pytest.mark.spec("S1 6.7", "S1 2.8")
+def test_what_comes_back_from_a_collector_that_is_no_more_waits_for_its_successor() -> None:
+    """Routes may name it for long: sent there again, the frames waited for a way until this process had ended, and what
+    its successor had got by then had a silent hole."""
+    harness, _ = publisher()
+    harness.tell(subscribe())
+    harness.tell(Emit("a", b"1"))
+    harness.advance(STREAM_BATCH_MS)
+    for dst, message in harness.sent():
+        harness.tell(SendFailed(dst, message, "peer_lost"))
+    harness.tell(Emit("a", b"2"))
+    harness.advance(10_000)
+    assert harness.sent() == []
+    harness.tell(subscribe(b"f2"))
+    (all_of_it,) = messages(harness)
+    assert [(frame.position, frame.payload) for frame in all_of_it.frames] == [(0, b"1"), (1, b"2")]
+
+
 @pytest.mark.spec("S1 2.8", "S1 8.1", "S1 8.13")
 @given(st.lists(st.one_of(st.binary(max_size=8), st.sampled_from(["new flow", "wait"])), max_size=40), st.data())
 @settings(max_examples=100, deadline=None)
@@ -170,7 +188,7 @@ def test_positions_and_payloads_survive_failures(steps: list[bytes | str], data:
     def settle(fail: bool) -> None:
         for dst, message in harness.sent():
             if fail:
-                harness.tell(SendFailed(dst, message, "peer_lost"))
+                harness.tell(SendFailed(dst, message, data.draw(st.sampled_from(["peer_lost", "unroutable"]))))
                 continue
             declared.update((channel.channel_id, channel.name) for channel in message.channels)
             for frame in message.frames:
@@ -187,5 +205,7 @@ def test_positions_and_payloads_survive_failures(steps: list[bytes | str], data:
             harness.advance(300)
         settle(data.draw(st.booleans()))
     harness.advance(6000)
+    settle(False)
+    harness.tell(subscribe(b"last"))
     settle(False)
     assert got == dict(enumerate(produced))
