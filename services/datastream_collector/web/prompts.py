@@ -103,6 +103,6 @@ def new_tokens(detail: dict[str, Any]) -> int:
 
 
 def at_ms(entry: Entry) -> int:
-    """When it happened: by the gateway's clock if it says so, else when it was collected (up to a batch's time later)."""
+    """When it happened: by the gateway's clock if it says so, else when it was collected, up to a batch later."""
     at = entry.detail.get("unix_ms")
     return at if isinstance(at, int) and 0 < at < 1 << 53 else entry.unix_ms
