@@ -101,6 +101,8 @@ class Cell:
                 return ["gateway", " answer"]  # by a stage whose edge leads there, or by the orchestrator
             case "gateway", _:
                 return ["gateway", "SIGKILL" if self.harm == "kill" else "did not answer"]
+            case _, "freeze" if self.phase == "loading":
+                return ["node ", "stage ", " answer"]  # an edge over it, or a worker without a lease
             case _:
                 return ["node ", "stage ", "no lease", "does not answer"]
 
