@@ -202,7 +202,7 @@ class BaseHost:
         self.node.system.broadcast(Drain())
         self.pump()
         self.node.ask_for_acks()
-        self.pump()
+        self.transmit(self.loop.now_ms())
         until = time.monotonic() + EXIT_DRAIN_MS / 1000
         while self.node.unsettled and self.node.link.up and time.monotonic() < until:
             self.turn()

@@ -416,6 +416,25 @@ def test_goodbye_acknowledges_first_and_is_said_on_each_plane() -> None:
     assert {plane for plane, envelope in frames if envelope.tag == tag_of(Goodbye)} == set(Plane)
 
 
+def test_who_leaves_repeats_what_is_not_acknowledged_and_nothing_else() -> None:
+    """A repetition is acknowledged at once (test_session.py); an ack that comes by itself may take ACK_DELAY_MS."""
+    rig = Rig()
+    mine, theirs = Taker(), Taker(DecodeTokens)
+    me, worker = rig.spawn(Role.GATEWAY, mine), rig.spawn("agent 0", theirs)
+    rig.run(500)
+    node = rig.member(Role.GATEWAY).node
+    settled = node.unsettled
+    node.ask_for_acks()
+    assert settled == 0 and node.take_frames() == []
+    rig.say(Role.GATEWAY, me, worker, DecodeTokens(request_id=1, tokens=[], reply_to=me))
+    rig.run(20)
+    assert theirs.got and node.unsettled == 1, "it has arrived and nobody has said so"
+    node.ask_for_acks()
+    rig.member(Role.GATEWAY).turn()
+    rig.run(20)
+    assert len(theirs.got) == 1 and node.unsettled == 0
+
+
 def test_a_peer_that_left_keeps_nobody_from_leaving() -> None:
     rig = Rig()
     mine, theirs = Taker(), Taker(DecodeTokens)
