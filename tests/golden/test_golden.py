@@ -104,7 +104,7 @@ def test_golden_bytes_are_read_as_ever(name: str) -> None:
     assert_as_written(seen, plain(expected))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_two_decoders_read_the_same(data: st.DataObject) -> None:
     message: Message = data.draw(st.sampled_from(FUZZED).flatmap(strategy))
@@ -115,7 +115,7 @@ def test_two_decoders_read_the_same(data: st.DataObject) -> None:
     assert decode_body(tag_of(type(message)), msgpack.packb(plain(message), use_bin_type=True)) == message
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_spoilt_bytes_are_a_message_or_a_bad_envelope(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(GOLDEN)))
@@ -134,7 +134,7 @@ def test_spoilt_bytes_are_a_message_or_a_bad_envelope(data: st.DataObject) -> No
         decode_body(whole.tag, whole.body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=300), st.sampled_from(sorted(catalogue())))
 def test_any_bytes_are_a_message_or_a_bad_envelope(junk: bytes, tag: int) -> None:
     for read in (decode_header, decode_envelope, lambda data: decode_body(tag, data)):

@@ -48,7 +48,6 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(MESSAGES, max_size=8), st.lists(st.integers(0, 10_000), max_size=12))
-@settings(deadline=None)
 def test_any_split_of_the_bytes_gives_the_same_messages(messages: list[Message], cuts: list[int]) -> None:
     buffer = FrameBuffer()
     found: list[Message] = []
@@ -59,7 +58,7 @@ def test_any_split_of_the_bytes_gives_the_same_messages(messages: list[Message],
 
 
 @given(st.lists(MESSAGES, max_size=3), st.binary(max_size=200), st.lists(st.integers(0, 999), max_size=4))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_garbage_is_one_sentence_or_an_unfinished_frame_and_never_another_error(
     messages: list[Message], garbage: bytes, cuts: list[int]
 ) -> None:
@@ -76,7 +75,7 @@ def test_garbage_is_one_sentence_or_an_unfinished_frame_and_never_another_error(
 
 
 @given(MESSAGES, st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_flipped_bit_is_a_message_of_the_engine_or_a_sentence(message: Message, data: st.DataObject) -> None:
     body = bytearray(encode_body(message))
     at = data.draw(st.integers(0, len(body) - 1))

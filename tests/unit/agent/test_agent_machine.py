@@ -234,4 +234,4 @@ class Worker(RuleBasedStateMachine):
 
 
 def test_every_request_is_settled_exactly_once_whatever_happens() -> None:
-    run_state_machine_as_test(Worker, settings=settings(max_examples=250, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Worker, settings=settings(max_examples=250, stateful_step_count=40))

@@ -137,7 +137,7 @@ def test_a_plane_that_is_not_dialled_was_never_up() -> None:
     assert link.down_since(C) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 1500), st.sampled_from(["welcome", "pong", "other", "again", "refused", "frame", ""])),

@@ -133,7 +133,7 @@ def faulty(rng: random.Random, loss: float, double: float, late: int) -> Callabl
 
 
 @pytest.mark.spec("S1 6.11")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.floats(0, 0.6), st.floats(0, 0.4), st.integers(0, 900))
 def test_loss_doubling_and_reordering_change_nothing(seed: int, loss: float, double: float, late: int) -> None:
     rng = random.Random(seed)
@@ -151,7 +151,7 @@ def test_loss_doubling_and_reordering_change_nothing(seed: int, loss: float, dou
         assert pair.failed[me] == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.floats(0, 0.4))
 def test_restarts_in_between_nothing_is_doubled_and_every_loss_is_said_once(seed: int, loss: float) -> None:
     rng = random.Random(seed)

@@ -16,7 +16,7 @@ def route(number: int, *, boot: int = 1, name: str = "") -> RouteEntry:
     return RouteEntry(address=address, node=address, boot=boot, generation=1, role=Role.AGENT, name=name)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

@@ -156,9 +156,7 @@ def test_hostile_headers_end_in_a_sentence_without_allocating(name: str, tmp_pat
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_flipped_bytes_never_escape_as_another_error(tiny: Path, tmp_path: Path, data: st.DataObject) -> None:
     raw = bytearray(tiny.read_bytes()[:20_000])

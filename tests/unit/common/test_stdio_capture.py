@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common import stdio_capture
@@ -159,7 +159,6 @@ def test_readers_leave_neither_threads_nor_descriptors() -> None:
 
 
 @given(st.lists(st.binary(max_size=50)))
-@settings(deadline=None)
 def test_lines_do_not_depend_on_how_the_bytes_came(chunks: list[bytes]) -> None:
     data = b"".join(chunks)
     lines: list[bytes] = []
@@ -174,7 +173,6 @@ def test_lines_do_not_depend_on_how_the_bytes_came(chunks: list[bytes]) -> None:
 
 
 @given(st.integers(0, 3 * LOG_LINE_BYTES_MAX), st.integers(100, LOG_LINE_BYTES_MAX))
-@settings(deadline=None)
 def test_long_lines_come_in_bounded_pieces(length: int, chunk: int) -> None:
     lines: list[bytes] = []
     splitter = LineSplitter(lines.append)

@@ -52,9 +52,7 @@ PLACES = [
 
 
 @pytest.mark.spec("S1 10.16")
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(secret=token, place=st.sampled_from(PLACES), broken=st.sampled_from(BREAKS), spaced=st.booleans())
 def test_secrets_of_the_file(secret_world: World, secret: str, place: str, broken: str, spaced: bool) -> None:
     value = f" {secret} \u00e9" if spaced else secret
@@ -62,9 +60,7 @@ def test_secrets_of_the_file(secret_world: World, secret: str, place: str, broke
 
 
 @pytest.mark.spec("S1 10.16")
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     secret=token,
     name=st.sampled_from(["VASTAI_API_KEY", "HF_TOKEN", "MVP_VASTAI_API_KEY", "MVP_ANYTHING"]),

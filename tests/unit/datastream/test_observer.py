@@ -199,7 +199,7 @@ SECRET = 'hf_Verys3cretToken/+"x'
 
 @pytest.mark.spec("S1 8.14", "S1 9.20", "S1 10.16")
 @given(st.lists(st.one_of(st.binary(max_size=60), st.just(SECRET.encode())), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_secret_is_in_any_byte_that_leaves(parts: list[bytes]) -> None:
     harness = Harness(ObserverActor(Redactor([SECRET]).redact))
     route(harness, 1)
@@ -230,7 +230,6 @@ def test_a_redactor_that_fails_lets_nothing_out() -> None:
 
 @pytest.mark.spec("S1 2.8")
 @given(st.binary(max_size=200))
-@settings(deadline=None)
 def test_a_payload_is_not_changed(payload: bytes) -> None:
     assert emitted(payload, keep) == payload
 
@@ -252,7 +251,6 @@ def numbers(ranges: list[tuple[int, int]]) -> Iterator[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), max_size=40), st.integers(0, 120))
-@settings(deadline=None)
 def test_ranges_are_a_set(adds: list[tuple[int, int]], probe: int) -> None:
     ranges, plain = SeqRanges(), set()
     for first, more in adds:
@@ -271,7 +269,7 @@ def test_ranges_are_bounded() -> None:
 
 
 @given(st.lists(st.sampled_from(["emit", "fail", "away", "back", "restart", "wait"]), max_size=40), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_nothing_is_lost_whatever_happens_to_the_collector(steps: list[str], data: st.DataObject) -> None:
     harness = Harness(ObserverActor())
     boot, emitted_count = 1, 0

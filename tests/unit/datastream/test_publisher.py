@@ -176,7 +176,7 @@ def test_what_comes_back_from_a_collector_that_is_no_more_waits_for_its_successo
 
 @pytest.mark.spec("S1 2.8", "S1 8.1", "S1 8.13")
 @given(st.lists(st.one_of(st.binary(max_size=8), st.sampled_from(["new flow", "wait"])), max_size=40), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_positions_and_payloads_survive_failures(steps: list[bytes | str], data: st.DataObject) -> None:
     """Each frame arrives at least once, with its position and its very bytes, under a channel declared before it."""
     harness, _ = publisher()

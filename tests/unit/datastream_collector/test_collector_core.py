@@ -196,7 +196,7 @@ BATCHES = st.tuples(st.sampled_from([PRODUCER, OTHER]), st.integers(1, 30), st.l
         st.tuples(st.sampled_from([PRODUCER, OTHER]), st.integers(1, 30), st.lists(st.binary(max_size=5))), max_size=30
     )
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_positions_have_no_hole_and_payloads_no_change(batches: list[tuple[bytes, int, list[bytes]]]) -> None:
     bench = Bench()
     plain: dict[tuple[str, int], bytes] = {}

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.datastream_collector import archive as module
@@ -65,7 +65,6 @@ def test_records_have_the_fields_of_the_specification_in_its_order(tmp_path: Pat
 
 @pytest.mark.spec("S1 8.12")
 @given(st.binary(max_size=100))
-@settings(deadline=None)
 def test_payloads_come_back_byte_for_byte(payload: bytes) -> None:
     stored = json.loads(
         json.dumps({"encoding": encode_payload(payload).encoding, "value": encode_payload(payload).value})

@@ -149,7 +149,7 @@ def test_batches_are_bounded() -> None:
 
 
 @given(st.lists(st.one_of(st.just("take"), st.integers(1, 30)), max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_frame_is_given_or_said_to_be_missed(steps: list[Any]) -> None:
     source = Source(frames=16)
     subscriber = source.subscribe()

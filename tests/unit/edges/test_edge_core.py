@@ -138,7 +138,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ACTIONS)
 def test_every_record_arrives_once_and_in_order(actions: list[tuple[str, int]]) -> None:
     wire = Wire()

@@ -89,7 +89,7 @@ def test_product(kernels: Kernels, kind: str, rows: int, units: int, count: int)
     assert np.array_equal(np.concatenate(one_by_one), result), "the rows of a batch do not know of each other"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 @pytest.mark.parametrize("name", SETS)
 def test_product_of_extreme_codes_and_activations(name: str, data: st.DataObject) -> None:
@@ -115,7 +115,7 @@ def test_product_of_extreme_codes_and_activations(name: str, data: st.DataObject
     assert np.abs(result - wanted).max() <= 2e-6 * magnitude
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=64, max_size=64))
 @pytest.mark.parametrize("name", SETS)
 def test_activations_are_at_most_half_a_step_off(name: str, values: list[float]) -> None:
@@ -141,7 +141,7 @@ def test_elementary_functions(kernels: Kernels) -> None:
     assert np.allclose(gelu, 0.5 * middle * (1 + np.tanh(inner)), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.lists(st.floats(-65000, 65000, width=32), min_size=16, max_size=16))
 @pytest.mark.parametrize("name", SETS)
 def test_half_precision_rounds_like_numpy(name: str, values: list[float]) -> None:

@@ -84,14 +84,14 @@ def test_without_a_space_in_front(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(alphabet="abchelo ", min_size=1, max_size=12))
 def test_the_order_of_joins_is_the_reference(tokenizer: EngineTokenizer, text: str) -> None:
     scores = {piece: -float(at) for at, piece in enumerate(PIECES)}
     assert pieces(tokenizer, text)[1:] == reference(("▁" + text).replace(" ", "▁"), scores)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=30))
 def test_any_text_survives(tokenizer: EngineTokenizer, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()

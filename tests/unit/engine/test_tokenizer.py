@@ -93,7 +93,7 @@ def test_an_incomplete_character_at_the_end_is_held_back(real: EngineTokenizer) 
         real.decode([49152])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text(max_size=60))
 def test_any_text_survives(tiny_file: GgufFile, text: str) -> None:
     tokenizer = EngineTokenizer.from_gguf(tiny_file)

@@ -187,7 +187,7 @@ def settle(watched: Watched, *, stop: bool) -> None:
 
 
 @pytest.mark.spec("S1 4.13", "S1 9.4", "S1 9.16", "S1 10.1", "S1 4.12")
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     actions=st.lists(st.one_of(good, good, good, harmless, closing, bad), max_size=50),
     two=st.booleans(),
@@ -201,7 +201,7 @@ def test_any_order_of_events_ends_once(actions: list[Act], two: bool, stop: bool
 
 
 @pytest.mark.spec("S1 4.13", "S1 9.4", "S1 9.16", "S1 10.1")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     phase=st.sampled_from([phase for phase in Phase if phase not in (*CLOSING, Phase.PLAN, Phase.RESTART)]),
     actions=st.lists(st.one_of(good, harmless, closing, bad), max_size=25),
@@ -222,7 +222,7 @@ def test_any_events_in_any_phase_end_once(phase: Phase, actions: list[Act], stop
         assert watched.count(CloseRpc) == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_harmless_events_never_end_a_run_that_goes_well(data: st.DataObject) -> None:
     play = Play()

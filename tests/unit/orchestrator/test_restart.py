@@ -290,7 +290,7 @@ ACTS = ["exited", "failed", "restored", "disturbed", "edge", "dead", "stop"]
 ACTS += ["comes", "completed", "ready", "wait"] * 2
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 1)), max_size=40))
 def test_whatever_happens_the_run_serves_again_or_ends_once(acts: list[tuple[str, int]]) -> None:
     play = AnyPlay().serving()

@@ -211,4 +211,4 @@ class RunMachine(RuleBasedStateMachine):
 
 @pytest.mark.spec("S1 6.4")
 def test_any_observation_at_any_time_keeps_the_rules() -> None:
-    run_state_machine_as_test(RunMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(RunMachine, settings=settings(max_examples=150, stateful_step_count=30))

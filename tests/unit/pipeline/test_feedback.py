@@ -81,7 +81,7 @@ def test_the_last_stage_feeds_tokens_and_no_ends() -> None:
     assert fed_back(Record(4, 9, encode_tokens([2]), end=True)) is None and fed_back(Record(4, 9, b"")) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_in_any_order_each_object_is_computed_once_as_the_gateway_says(data: st.DataObject) -> None:
     gate = FeedbackGate(TOKEN_IN, FEEDBACK)

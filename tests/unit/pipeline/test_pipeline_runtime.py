@@ -361,4 +361,4 @@ class PipelineMachine(RuleBasedStateMachine):
 
 
 TestPipelineMachine = PipelineMachine.TestCase
-TestPipelineMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPipelineMachine.settings = settings(max_examples=60, stateful_step_count=40)

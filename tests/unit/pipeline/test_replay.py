@@ -219,4 +219,4 @@ class ReplayMachine(RuleBasedStateMachine):
 
 
 TestReplayMachine = ReplayMachine.TestCase
-TestReplayMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReplayMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -114,7 +114,7 @@ class Pipe:
 PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=150)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PROMPT, st.integers(2, LAYERS), st.integers(1, 80))
 def test_any_number_of_stages_gives_the_same_tokens(prompt: list[int], stages: int, chunk: int) -> None:
     assert Pipe(stages, chunk).generate(1, prompt, 6) == Pipe(1, chunk).generate(1, prompt, 6)
@@ -137,7 +137,7 @@ def test_a_prompt_is_cut_into_records_that_overlap() -> None:
     assert sizes == [ROWS_PER_RECORD_MAX, ROWS_PER_RECORD_MAX, 22]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PROMPT, PROMPT, st.integers(1, 4), st.integers(0, 4), st.integers(0, 3))
 def test_a_cancelled_prompt_leaves_the_next_one_as_if_it_had_not_been(
     old: list[int], new: list[int], stages: int, reached: int, decoded: int

@@ -246,7 +246,5 @@ class GatewayMachine(RuleBasedStateMachine):
 def test_any_interleaving() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         GatewayMachine,
-        settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=150, stateful_step_count=40, suppress_health_check=list(HealthCheck)),
     )

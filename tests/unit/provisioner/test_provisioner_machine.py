@@ -129,5 +129,5 @@ class ProvisionerMachine(RuleBasedStateMachine):
         assert not self.running
 
 
-ProvisionerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+ProvisionerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestProvisionerMachine = ProvisionerMachine.TestCase

@@ -66,7 +66,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(steps, max_size=25))
 def test_nothing_breaks_the_core(story: list[tuple[Message, str] | int | str]) -> None:
     stage = Stage("ann")

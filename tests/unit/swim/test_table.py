@@ -31,7 +31,7 @@ def believed(table: MemberTable) -> dict[bytes, MemberUpdate]:
 
 
 @pytest.mark.spec("S1 7.7")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(rumours(), max_size=20), st.randoms(use_true_random=False))
 def test_any_order_leads_to_the_same_table(updates: list[MemberUpdate], rng: random.Random) -> None:
     tables = []
@@ -99,7 +99,7 @@ def name_entries(draw: st.DrawFn) -> NameUpdate:
 
 
 @pytest.mark.spec("S2 6.2")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(name_entries(), max_size=15), st.randoms(use_true_random=False))
 def test_names_converge_in_any_order(updates: list[NameUpdate], rng: random.Random) -> None:
     results = []

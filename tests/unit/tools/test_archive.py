@@ -314,7 +314,7 @@ def test_garbage_is_counted_and_harmless(path: Path, capsys: pytest.CaptureFixtu
     ),
     st.text(max_size=10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_stands_in_a_record_it_is_printed(value: Any, channel: str) -> None:
     record = {
         "arrival_seq": 1,

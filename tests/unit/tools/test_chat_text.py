@@ -23,7 +23,7 @@ TEXT = st.text(st.sampled_from("ab `*#\n\t-é漢🔥\x1b\x07\u202e\r"), max_size
 
 
 @given(TEXT, st.lists(st.integers(0, 100), max_size=8))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_without_its_colours_it_is_the_text(text: str, cuts: list[int]) -> None:
     shown = streamed(text, cuts)
     assert re.sub(r"\x1b\[[0-9]*m", "", shown) == harmless(text)

@@ -157,7 +157,7 @@ def test_what_is_no_envelope_is_shown_as_bad(junk: bytes, tmp_path: Path, capsys
     assert lines(capsys, "--read", str(tmp_path / "r.tap"), "--type", "TextDelta") == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_bytes_never_raise(data: st.DataObject) -> None:
     good = record(frame(Delta(view="routes", version=1, removed=[b"k"])))
@@ -171,7 +171,7 @@ def test_mutated_bytes_never_raise(data: st.DataObject) -> None:
     assert tool.Filter(actor="x", run="ab", types=frozenset({"delta"})).wants(line, names) in (True, False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_any_bytes_never_raise(junk: bytes, cut: int) -> None:
     for data in (junk, record(junk), record(frame(TextDelta(request_id=1, text="x")))[:cut]):

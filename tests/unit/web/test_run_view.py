@@ -201,7 +201,7 @@ CHANNELS = [
         max_size=8,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_a_record_holds_nothing_breaks(records: list[tuple[str, str, str, str, Any]]) -> None:
     metrics = Metrics()
     store = Store((metrics.add,))

@@ -154,4 +154,4 @@ class Stage(RuleBasedStateMachine):
 
 @pytest.mark.spec("S1 6.5")
 def test_random_events_keep_every_rule() -> None:
-    run_state_machine_as_test(Stage, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Stage, settings=settings(max_examples=300, stateful_step_count=40))
